@@ -33,7 +33,7 @@ def rows(minutes: float = 30.0) -> list[dict[str, Any]]:
     require_vllm()
     logging.disable(logging.WARNING)
     from benchmarks.scheduler_halves import SchedulerHalf
-    from kvpact.testkit.vllm.adapters import PactAdapter
+    from kvpact_testkit.vllm.adapters import PactAdapter
 
     found: list[dict[str, Any]] = []
     source = random.Random(0)

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpact.demo.cpu_time import Look, computed, look_at
-from kvpact.demo.engine import EngineProcess
-from kvpact.demo.phases import settle
+from kvpact_testkit.demo.cpu_time import Look, computed, look_at
+from kvpact_testkit.demo.engine import EngineProcess
+from kvpact_testkit.demo.phases import settle
 
 FOLDER = "KVPACT_HOOK_TIMES"
 """The environment variable that names the folder."""

@@ -32,10 +32,10 @@ from cold_costs import FOLDER, Cost, Meter
 from measured_hooks import LEAVE_OUT, SUSPECTS
 from tokenizers import Tokenizer
 
-from kvpact.demo.engine import EngineProcess, EngineSettings
-from kvpact.demo.model import ensure_model
-from kvpact.demo.phases import Plan, kvpact_config
-from kvpact.demo.text import corpus, prompts
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.model import ensure_model
+from kvpact_testkit.demo.phases import Plan, kvpact_config
+from kvpact_testkit.demo.text import corpus, prompts
 
 PLAIN, KVPACT = "without", "with kvpact"
 

@@ -46,10 +46,10 @@ from benchmarks.e2e_engines import (
 from benchmarks.e2e_runs import BLOCK, Cold, Name, Prompt, RawDisk, RawRedis, Runner, Warm, started
 from benchmarks.needs import find_testbeds
 from benchmarks.table import spread
-from kvpact.demo.engine import EngineProcess
-from kvpact.demo.messages import Output
-from kvpact.demo.model import ModelShape, ensure_model
-from kvpact.demo.phases import Plan, drop_page_cache
+from kvpact_testkit.demo.engine import EngineProcess
+from kvpact_testkit.demo.messages import Output
+from kvpact_testkit.demo.model import ModelShape, ensure_model
+from kvpact_testkit.demo.phases import Plan, drop_page_cache
 
 find_testbeds()
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.cold_costs import FOLDER
 from kvpact.config import load_config
-from kvpact.demo.engine import CORES, EngineProcess, EngineSettings
-from kvpact.demo.phases import kvpact_config
+from kvpact_testkit.demo.engine import CORES, EngineProcess, EngineSettings
+from kvpact_testkit.demo.phases import kvpact_config
 
 ALL_CORES = sorted(os.sched_getaffinity(0))
 COMPUTING_CORE, STORING_CORE = ALL_CORES[0], ALL_CORES[1 % len(ALL_CORES)]

@@ -17,11 +17,11 @@ from typing import Any
 
 from benchmarks.cold_costs import Meter
 from benchmarks.e2e_engines import COMPUTING_CORE, hook_times, on_core
-from kvpact.demo.cpu_time import look_at
-from kvpact.demo.engine import EngineError, EngineProcess, loading_on_all_cores
-from kvpact.demo.messages import Output
-from kvpact.demo.phases import settle
 from kvpact.tiers.disk.slab import Superblock
+from kvpact_testkit.demo.cpu_time import look_at
+from kvpact_testkit.demo.engine import EngineError, EngineProcess, loading_on_all_cores
+from kvpact_testkit.demo.messages import Output
+from kvpact_testkit.demo.phases import settle
 
 Name = tuple[int, int]
 """Of a prompt."""

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import time
 
-from kvpact.engine import Engine, EngineConfig, Request
+from kvpact_testkit.engine import Engine, EngineConfig, Request
 
 RUNNING = 64
 PROMPT_TOKENS = 64

@@ -23,7 +23,6 @@ from typing import Any
 
 from benchmarks.needs import find_testbeds
 from benchmarks.table import ratio, spread
-from kvpact.demo.phases import drop_page_cache
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.index.classed_slots import ClassedSlots
@@ -31,6 +30,7 @@ from kvpact.own_files import PRIVATE
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.tier import DiskTier
+from kvpact_testkit.demo.phases import drop_page_cache
 
 find_testbeds()
 

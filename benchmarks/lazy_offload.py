@@ -26,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
 
-from kvpact.demo.engine import EngineProcess, EngineSettings
-from kvpact.demo.model import TINY_SHAPE, ensure_model
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.model import TINY_SHAPE, ensure_model
 from tiny_engine import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config
 
 TRACE = Path(__file__).parents[2] / "shared/data/mooncake_conversation.jsonl"

@@ -52,12 +52,12 @@ def transfer(subject: str, blocks: int, block_size: int, folder: Path | None, lm
             "OffloadingConnector",
             {
                 "spec_name": "MemcpySpec",
-                "spec_module_path": "kvpact.testkit.vllm.offloading",
+                "spec_module_path": "kvpact_testkit.vllm.offloading",
                 "cpu_bytes_to_use": blocks * SLOT_BYTES,
             },
         ),
         "simple": (
-            "kvpact.testkit.vllm.simple_offloading",
+            "kvpact_testkit.vllm.simple_offloading",
             "MemcpySimpleCPUOffloadConnector",
             {"cpu_bytes_to_use": blocks * block_size * 8},
         ),

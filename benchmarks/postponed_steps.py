@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 
 from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, Request, SimulatedWorker
-from kvpact.engine.engine import StepClock
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
-from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from kvpact.tiers.disk.tier import DiskTier
+from kvpact_testkit.engine import Engine, EngineConfig, EngineQuirks, Request, SimulatedWorker
+from kvpact_testkit.engine.engine import StepClock
+from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 
 REQUESTS, STORED_TOKENS, TAIL_TOKENS = 120, 160, 32
 SHARED_DOCUMENTS, SHARE = 6, 0.6

@@ -18,10 +18,10 @@ from types import FrameType
 from typing import Any
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
-from kvpact.testkit.vllm.compat import EngineSettings, release
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, prompt
-from kvpact.testkit.vllm.simple_connector import SimpleConnector
+from kvpact_testkit.vllm.compat import EngineSettings, release
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, prompt
+from kvpact_testkit.vllm.simple_connector import SimpleConnector
 
 RUNNING, WAITING, PAIRS, STEPS = 64, 1000, 20, 50
 SCHEDULERS = ("", "kvpact.vllm.scheduler.pact_scheduler")

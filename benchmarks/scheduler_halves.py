@@ -20,7 +20,7 @@ from time import sleep, thread_time
 from types import SimpleNamespace
 from typing import Any
 
-from kvpact.testkit.vllm.compat import (
+from kvpact_testkit.vllm.compat import (
     MODEL,
     EngineSettings,
     RequestSettings,
@@ -34,9 +34,9 @@ from kvpact.testkit.vllm.compat import (
     make_worker_connector,
     shake_hands,
 )
-from kvpact.testkit.vllm.model_groups import layers_of_worker
-from kvpact.testkit.vllm.oracle import OracleMemory, PageShape
-from kvpact.testkit.vllm.rank import OracleLayer
+from kvpact_testkit.vllm.model_groups import layers_of_worker
+from kvpact_testkit.vllm.oracle import OracleMemory, PageShape
+from kvpact_testkit.vllm.rank import OracleLayer
 
 HOOKS = {
     "on_new_request": "prepare",

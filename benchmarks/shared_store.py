@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
 
-from kvpact.demo.model import TINY_SHAPE, ensure_model
+from kvpact_testkit.demo.model import TINY_SHAPE, ensure_model
 from servers.object_server import CREDENTIALS
 from store_sharing import HEADER, KINDS, print_table, row, share_store
 from tiny_engine import TOKENIZER_TEXT

@@ -19,11 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
 
-from kvpact.testkit.vllm.adapters import KNOWN_ADAPTERS
-from kvpact.testkit.vllm.compat import EngineSettings, release
-from kvpact.testkit.vllm.engine import EngineDied, VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, prompt
-from kvpact.testkit.vllm.simple_connector import Copy, NaiveConnector
+from kvpact_testkit.vllm.adapters import KNOWN_ADAPTERS
+from kvpact_testkit.vllm.compat import EngineSettings, release
+from kvpact_testkit.vllm.engine import EngineDied, VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, prompt
+from kvpact_testkit.vllm.simple_connector import Copy, NaiveConnector
 from leasing import KINDS
 from leasing_runs import (
     OUTPUT_TOKENS,

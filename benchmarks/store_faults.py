@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "testbeds"))
 
-from kvpact.demo.model import TINY_SHAPE, ensure_model
+from kvpact_testkit.demo.model import TINY_SHAPE, ensure_model
 from servers.object_server import CREDENTIALS
 from store_failing import ANSWER_TOKENS, HEADER, PHASES, STOPPED_S, chosen_places, explain_steps, row, run_place
 from store_sharing import engines, print_table

@@ -4,10 +4,10 @@ Needs vLLM, and neither a model nor a GPU: the scheduler, the block pool and bot
 model is the test kit's. Usage: python examples/contract_on_vllm.py
 """
 
-from kvpact.testkit.vllm.adapters import PactAdapter
-from kvpact.testkit.vllm.compat import EngineSettings
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, prompt
+from kvpact_testkit.vllm.adapters import PactAdapter
+from kvpact_testkit.vllm.compat import EngineSettings
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, prompt
 
 TRANSFER = {
     "kv_connector": "PactConnector",

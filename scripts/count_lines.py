@@ -1,6 +1,6 @@
 """Lines of code without comments and docstrings: python scripts/count_lines.py, by folder; `make lint` prints them.
 
-The product is all of src/kvpact but `KIT`, which tests and shows other people's caches and this one.
+The product is the distribution kvpact, the kit the distribution kvpact-testkit.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-KIT = ("testkit", "engine", "demo")
-"""Folders of src/kvpact that an engine with kvpact never loads."""
+DISTRIBUTIONS = {"product": "src/kvpact", "kit": "kit/src/kvpact_testkit", "tests": "tests", "kit's tests": "kit/tests"}
+"""What is counted apart, and where it is."""
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -41,10 +41,9 @@ def by_folder(root: Path) -> Counter[str]:
 
 
 def main() -> None:
-    """Print one line for the product, one for the kit and one for the tests."""
-    source, tests = by_folder(ROOT / "src" / "kvpact"), by_folder(ROOT / "tests")
-    kit = Counter({folder: source.pop(folder) for folder in KIT})
-    for name, counts in (("product", source), ("kit", kit), ("tests", tests)):
+    """Print one line for each of `DISTRIBUTIONS`."""
+    for name, folder in DISTRIBUTIONS.items():
+        counts = by_folder(ROOT / folder)
         folders = ", ".join(f"{folder} {lines:,}" for folder, lines in counts.most_common())
         print(f"{name}: {counts.total():,} lines of code ({folders})")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvpact.testkit.vllm.releases import RELEASES, fetch_release, installed_release
+from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release
 
 
 def main(releases: list[str]) -> None:

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.config import load_config
-from kvpact.demo.engine import EngineProcess, EngineSettings
-from kvpact.demo.gpu import cuda_devices
-from kvpact.demo.messages import Output
-from kvpact.demo.model import TINY_SHAPE, ensure_model
-from kvpact.demo.phases import GPU_SHARE, settle
 from kvpact.vllm.compat.platforms import OUR_CLASSES
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.gpu import cuda_devices
+from kvpact_testkit.demo.messages import Output
+from kvpact_testkit.demo.model import TINY_SHAPE, ensure_model
+from kvpact_testkit.demo.phases import GPU_SHARE, settle
 
 Found = dict[str, Any]
 

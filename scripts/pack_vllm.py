@@ -111,7 +111,7 @@ def say(line: str) -> None:
 
 
 def download(python: str, folder: Path) -> None:
-    """Bring all wheels into `folder`, kvpact's own among them. Raises CalledProcessError if pip fails."""
+    """Bring all wheels into `folder`, kvpact's own two among them. Raises CalledProcessError if pip fails."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     platforms = [f"manylinux_2_{number}_x86_64" for number in GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
     chosen = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--dest", str(folder)]
@@ -119,7 +119,8 @@ def download(python: str, folder: Path) -> None:
         chosen += ["--platform", platform]
     alone = [one for one in (VLLM, *KVPACT, *ENGINE) if not one.startswith(WITH_DEPENDENCIES)]
     together = [one for one in KVPACT if one.startswith(WITH_DEPENDENCIES)]
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True)
+    own = ("--wheel-dir", str(folder), str(ROOT), str(ROOT / "kit"))
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", *own], check=True)
     subprocess.run([*pip, "download", "-q", "--no-deps", *chosen, *alone], check=True)
     subprocess.run([*pip, "download", "-q", *chosen, *together], check=True)
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = (ROOT / "src", ROOT / "kit" / "src")
 GRAPHS = "tests/worker/test_graphs.py"
 SUITE = ("tests/worker", f"--ignore={GRAPHS}")
 DEVICE_TESTS = ("-k", "cuda and not fake", "-v", "-p", "no:cacheprovider", "--color=no")
@@ -82,7 +83,7 @@ class Unusable(Exception):
 def environment() -> dict[str, str]:
     """This process's, with the checkout's source first."""
     others = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *([others] if others else [])])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, SOURCES), *([others] if others else [])])}
 
 
 class Child:
@@ -213,7 +214,7 @@ def demo(machine: Results, until: float, out: Path) -> Iterator[Results]:
     runs: Results = {}
     for ranks in (1, 2)[: len(machine["gpus"])]:
         with tempfile.TemporaryDirectory(prefix="kvpact-demo-") as work:
-            command = ("-m", "kvpact", "demo", "--tp", str(ranks), "--work", str(Path(work) / "work"))
+            command = ("-m", "kvpact_testkit", "demo", "--tp", str(ranks), "--work", str(Path(work) / "work"))
             for found in reporting(until, Path(work) / "demo.json", *command):
                 runs[str(ranks)] = found
                 yield {"good": False, "ranks": runs}

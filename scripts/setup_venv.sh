@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Brings .venv up to date: scripts/setup_venv.sh [--dry-run] [engine | engine=cpu | engine=cuda] [dev]
 #
-#   engine       kvpact itself and the build of vLLM that scripts/vllm_build.sh chooses: CUDA's where there is a GPU
-#   engine=cpu   kvpact itself and vLLM's CPU build, also where there is a GPU
-#   engine=cuda  kvpact itself and vLLM's CUDA build
-#   dev          kvpact itself and what lint, types and tests need
+#   engine       kvpact, its test kit and the build of vLLM that scripts/vllm_build.sh chooses: CUDA's where there is a GPU
+#   engine=cpu   kvpact, its test kit and vLLM's CPU build, also where there is a GPU
+#   engine=cuda  kvpact, its test kit and vLLM's CUDA build
+#   dev          kvpact, its test kit and what lint, types and tests need
 #
 # Each part leaves a stamp in .venv, so a second call returns at once. There is one build of vLLM in .venv: another one
 # takes its place, which takes minutes. PYTHON names another interpreter. --dry-run says what would be run, and runs
@@ -12,7 +12,7 @@
 #
 #   KVPACT_VENV   the folder to bring up to date instead of .venv
 #   KVPACT_VLLM   the release of vLLM to install there, from 0.28.0 on
-#   KVPACT_WHEEL  a wheel of kvpact, by its absolute path, to install instead of this checkout
+#   KVPACT_WHEELS  a folder with wheels of kvpact and its test kit, to install instead of this checkout
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -112,11 +112,11 @@ install_cuda_build() {
 }
 
 install_kvpact() {
-    if [ -n "${KVPACT_WHEEL:-}" ]; then
-        act pip install -qq --force-reinstall --no-deps "$KVPACT_WHEEL" # a rebuilt wheel has the same version
-        act pip install -qq "$KVPACT_WHEEL"
+    if [ -n "${KVPACT_WHEELS:-}" ]; then
+        act pip install -qq --force-reinstall --no-deps "$KVPACT_WHEELS"/*.whl # a rebuilt wheel has the same version
+        act pip install -qq "$KVPACT_WHEELS"/*.whl
     else
-        act pip install -qq --editable .
+        act pip install -qq --editable . --editable ./kit
     fi
 }
 
@@ -148,7 +148,7 @@ for part in "${@:-engine}"; do
         *) fail "unknown part \"$part\"; known: engine, engine=cpu, engine=cuda, dev" ;;
     esac
     stamp=$venv/.kvpact-$name
-    key="$PWD ${build:+$build }$vllm_release ${KVPACT_WHEEL:-} $(cat pyproject.toml scripts/setup_venv.sh | sha256sum)"
+    key="$PWD ${build:+$build }$vllm_release ${KVPACT_WHEELS:-} $(cat pyproject.toml kit/pyproject.toml scripts/setup_venv.sh | sha256sum)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x "$venv/bin/python" ]; then
         continue
     fi
@@ -160,7 +160,7 @@ for part in "${@:-engine}"; do
             install_kvpact
             install_engine "$build"
             ;;
-        dev) act pip install -qq --editable '.[dev,testkit]' ;;
+        dev) act pip install -qq --editable '.[dev]' --editable ./kit ;;
     esac
     $dry_run || printf '%s\n' "$key" >"$stamp"
 done

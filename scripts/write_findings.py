@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.results import ConformanceReport, Verdict, as_text
-from kvpact.testkit.vllm.driver import VllmDriver
-from kvpact.testkit.vllm.offloading import FILES
+from kvpact_testkit.results import ConformanceReport, Verdict, as_text
+from kvpact_testkit.vllm.driver import VllmDriver
+from kvpact_testkit.vllm.offloading import FILES
 
 PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
 FOLDER = "vllm.distributed.kv_transfer.kv_connector.v1"

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpact.testkit.catalogue import TITLES
+from kvpact_testkit.catalogue import TITLES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "hazards.md"
-TESTS = {"tests": "", "src/kvpact/testkit": "kit/"}
+TESTS = {"tests": "", "kit/tests": "kit/tests/", "kit/src/kvpact_testkit": "kit/"}
 """Folder of tests -> what its files are called in the page."""
 PROTECTS = ("protects", "kept_in_every_mode", "scenario", "scenario.on_engine")
 """Decorators whose arguments are the ids that a check or scenario of the kit protects."""
@@ -22,11 +22,11 @@ PROTECTS = ("protects", "kept_in_every_mode", "scenario", "scenario.on_engine")
 HEAD = """\
 # Properties and hazards
 
-Written by `python scripts/write_hazards.py` from [hazards.toml](../src/kvpact/testkit/hazards.toml). P: what the
+Written by `python scripts/write_hazards.py` from [hazards.toml](../kit/src/kvpact_testkit/hazards.toml). P: what the
 contract promises. T: what a tier promises besides. H: how caches of this kind fail; each was seen in a public system or
 in kvpact itself. A test is named after its hazard: `pytest -k h07` runs those of H07. A check of the
 [test kit](write-a-connector.md) names its ids in `@protects` or `@scenario`. `cache/test_jobs` is
-tests/cache/test_jobs.py, `kit/suite` is src/kvpact/testkit/suite.py.
+tests/cache/test_jobs.py, `kit/suite` is kit/src/kvpact_testkit/suite.py.
 """
 
 PARTS = {"P": "Properties of the contract", "T": "Promises of a tier", "H": "Hazards"}

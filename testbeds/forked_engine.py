@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kvpact.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 
 
 class ForkedEngine(EngineProcess):

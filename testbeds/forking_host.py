@@ -1,4 +1,4 @@
-"""`kvpact.demo.host` with an engine whose processes are forked from it, and find vLLM's modules loaded.
+"""`kvpact_testkit.demo.host` with an engine whose processes are forked from it, and find vLLM's modules loaded.
 
 Started by `forked_engine.ForkedEngine`; never imported.
 """
@@ -10,8 +10,8 @@ import os
 from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
-from kvpact.demo import host
-from kvpact.demo.engine import CORES
+from kvpact_testkit.demo import host
+from kvpact_testkit.demo.engine import CORES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import leasing
-from kvpact.testkit.vllm.simple_connector import Copy, SimpleConnector
+from kvpact_testkit.vllm.simple_connector import Copy, SimpleConnector
 
 STORED_BLOCKS = 10
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvpact.engine import Engine, EngineConfig, Request, V1ConnectorCache, V1ConnectorWorker
+from kvpact_testkit.engine import Engine, EngineConfig, Request, V1ConnectorCache, V1ConnectorWorker
 from leasing import KINDS, Account, Leasing
 from tuple_connector import Key, Store, TupleScheduler, TupleWorker
 
@@ -55,8 +55,8 @@ def _run(account: Account, step: Callable[[], object], is_over: Callable[[], boo
 
 def run_on_vllm(kind: str, num_blocks: int, *, scheduler: str = "", **others: Any) -> Run:
     """Under vLLM's own scheduler, or the class of that name."""
-    from kvpact.testkit.vllm.compat import EngineSettings
-    from kvpact.testkit.vllm.engine import VllmEngine
+    from kvpact_testkit.vllm.compat import EngineSettings
+    from kvpact_testkit.vllm.engine import VllmEngine
 
     settings = EngineSettings(num_blocks=num_blocks, block_size=BLOCK, scheduler=scheduler, **others)
     transfer = {"kv_connector": KINDS[kind].__name__, "kv_connector_module_path": "leasing_on_vllm"}

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from kvpact.demo.engine import CORES, PINNED_ENVIRONMENT, START_TIMEOUT, one_core_each
+from kvpact_testkit.demo.engine import CORES, PINNED_ENVIRONMENT, START_TIMEOUT, one_core_each
 
 ENVIRONMENT: Mapping[str, str] = {
     **PINNED_ENVIRONMENT,

@@ -25,8 +25,8 @@ from typing import Any
 
 import redis
 
-from kvpact.demo.engine import EngineProcess, Output, one_core_each
 from kvpact.metrics import STEP_BOUNDS, STEP_SECONDS
+from kvpact_testkit.demo.engine import EngineProcess, Output, one_core_each
 from servers.object_server import Spoiled, Traffic, object_server
 from servers.redis_server import RedisServer, free_ports, program, redis_server
 from store_sharing import IDLE_SECONDS, at_rest, engines

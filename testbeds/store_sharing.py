@@ -16,10 +16,10 @@ from statistics import median
 from typing import Any
 
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.tiers.registry import open_store
 from kvpact.tiers.shared.inspection import StoreReport, verify_store
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, object_server
 from servers.redis_server import redis_cluster, redis_server

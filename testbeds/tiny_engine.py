@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from kvpact.config import load_config
-from kvpact.demo.model import TINY_SHAPE
+from kvpact_testkit.demo.model import TINY_SHAPE
 
 BLOCK = 128
 """Tokens in a block of the CPU engine."""

@@ -17,9 +17,9 @@ from random import Random
 from typing import Any
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
-from kvpact.testkit.vllm.compat import EngineSettings
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.simple_connector import SimpleConnector
+from kvpact_testkit.vllm.compat import EngineSettings
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.simple_connector import SimpleConnector
 from leasing import Account, Lease
 
 FORMS = ("pact", "commit without a number", "query result", "abort by request")

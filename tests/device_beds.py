@@ -22,13 +22,13 @@ from kvpact.contract import LoadJob
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.extents import Extents, slot_classes
 from kvpact.memory.layout import PAGE_BYTES
-from kvpact.testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
-from kvpact.testkit.device.played import PlayedDevice
-from kvpact.testkit.device.plays import Page, Play
 from kvpact.worker import round_trip
 from kvpact.worker.copy.cpu import CpuTransferEngine
 from kvpact.worker.device import engine, pinned
 from kvpact.worker.paged import PagedKV, PagedLayer
+from kvpact_testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
+from kvpact_testkit.device.played import PlayedDevice
+from kvpact_testkit.device.plays import Page, Play
 
 Replay = Callable[[], Callable[[], list[Page]]]
 """Launches a graph's kernels. What it returns gives, once they are done, what each layer's saw: `[blocks, bytes]`."""

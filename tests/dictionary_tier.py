@@ -15,8 +15,6 @@ from typing import TypeAlias
 from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.testkit.faults import Faults
-from kvpact.testkit.sample_blocks import fill
 from kvpact.tiers.base import (
     HEADER_BYTES,
     BlockBuffer,
@@ -28,6 +26,8 @@ from kvpact.tiers.base import (
     TierHealth,
     payload_digest,
 )
+from kvpact_testkit.faults import Faults
+from kvpact_testkit.sample_blocks import fill
 
 
 @dataclass(frozen=True, slots=True)

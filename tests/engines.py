@@ -1,6 +1,7 @@
 """Real vLLM engines for tests: a tiny model made once, and engines kept running for all tests that ask for the same.
 
-Use the fixtures `tiny_model`, `engine_pool` and `start_engine`; `kvpact.demo.engine` says what an engine can do.
+Use the fixtures `tiny_model`, `engine_pool` and `start_engine`; `kvpact_testkit.demo.engine` says what an engine can
+do.
 """
 
 import json
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineProcess, EngineSettings
-from kvpact.demo.model import TINY_SHAPE, ensure_model
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.model import TINY_SHAPE, ensure_model
 from tiny_engine import BLOCK, TOKENIZER_TEXT, kvpact_transfer_config, prompt
 
 __all__ = ["BLOCK", "BLOCK_BY_BLOCK", "IN_ONE_PROCESS", "EnginePool", "kvpact_transfer_config", "leases_when", "prompt"]

@@ -11,14 +11,14 @@ from random import Random
 
 from kvpact.cache.cache import PactCache
 from kvpact.config import load_config
-from kvpact.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, Request, SimulatedWorker
-from kvpact.engine.simulated_worker import Job
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.base import Tier
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.registry import TierContext, open_tier
+from kvpact_testkit.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, Request, SimulatedWorker
+from kvpact_testkit.engine.simulated_worker import Job
 
 BLOCK_SIZE = 16
 SLOT_BYTES = 4096

@@ -10,7 +10,7 @@ from documents import ROOT
 
 PAGE = ROOT / "docs" / "company.md"
 COMPANY = ROOT / "tests" / "under_vllm" / "test_engine_company.py"
-SCENARIOS = ROOT / "src" / "kvpact" / "testkit" / "vllm"
+SCENARIOS = ROOT / "kit" / "src" / "kvpact_testkit" / "vllm"
 
 BESIDE = (
     "LoRA",
@@ -46,7 +46,7 @@ def functions(*paths: Path) -> set[str]:
 
 
 def test_every_row_names_what_is_there() -> None:
-    tests = functions(*(ROOT / "tests").rglob("test_*.py"))
+    tests = functions(*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "kit" / "tests").rglob("test_*.py"))
     scenarios = functions(*SCENARIOS.glob("scenarios*.py"))
     for beside, shown, engines, names in rows():
         named = re.findall(r"`(\w+)`", names)

@@ -19,9 +19,9 @@ import kvpact
 from documents import CODE, NOT_CODE, ROOT, Block, block_with, document_blocks, documents, filled_in
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import Metrics
-from kvpact.testkit.sample_blocks import document, filled_buffers
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.sample_blocks import document, filled_buffers
 from servers.redis_server import redis_server
 
 Test = Callable[..., None]
@@ -37,20 +37,20 @@ RUN_ELSEWHERE = {
     ("docs/configuration.md", "llm = LLM("): "tests/under_vllm/test_engine_documents.py",
     ("docs/weights.md", "take_in_weights"): "tests/under_vllm/test_engine_weights.py",
     ("docs/worker-hook.md", "examples/step_hook_connector.py"): "tests/under_vllm/test_engine_documents.py",
-    (CACHES, "class FirstCache"): "tests/testkit/test_write_a_connector.py",
-    (CACHES, "kvpact conformance first_cache:FirstCache"): "tests/testkit/test_write_a_connector.py",
-    (CACHES, "class MinimalCache"): "tests/testkit/test_write_a_connector.py",
-    (CACHES, "class TestMinimalCache"): "tests/testkit/test_write_a_connector.py",
-    (CACHES, "run_conformance"): "tests/testkit/test_write_a_connector.py",
-    (CACHES, "PactMachine"): "tests/testkit/test_write_a_connector.py",
+    (CACHES, "class FirstCache"): "kit/tests/test_write_a_connector.py",
+    (CACHES, "kvpact conformance first_cache:FirstCache"): "kit/tests/test_write_a_connector.py",
+    (CACHES, "class MinimalCache"): "kit/tests/test_write_a_connector.py",
+    (CACHES, "class TestMinimalCache"): "kit/tests/test_write_a_connector.py",
+    (CACHES, "run_conformance"): "kit/tests/test_write_a_connector.py",
+    (CACHES, "PactMachine"): "kit/tests/test_write_a_connector.py",
     (CONNECTORS, "class PlannedConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
     (CONNECTORS, "class HandedBackConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
     (CONNECTORS, "class ToldConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
     (CONNECTORS, "class DocumentedConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
     (CONNECTORS, "class Leases"): "tests/under_vllm/test_write_a_vllm_connector.py",
-    (TIERS, "class FirstTier"): "tests/testkit/test_write_a_tier.py",
-    (TIERS, "class FileTier"): "tests/testkit/test_write_a_tier.py",
-    (TIERS, "class TestFileTier"): "tests/testkit/test_write_a_tier.py",
+    (TIERS, "class FirstTier"): "kit/tests/test_write_a_tier.py",
+    (TIERS, "class FileTier"): "kit/tests/test_write_a_tier.py",
+    (TIERS, "class TestFileTier"): "kit/tests/test_write_a_tier.py",
 }
 """Where other tests run a block: they look it up in its document."""
 
@@ -69,7 +69,7 @@ NOT_RUN = {
     ("docs/gpu.md", "--only graphs"): _ON_A_GPU,
     ("docs/gpu.md", "--only answers"): _ON_A_GPU,
     ("docs/vllm-driver.md", "run_on_release"): (
-        "fetches a release of vLLM, 2 GB; testkit/test_vllm_releases.py calls the same function on releases at hand"
+        "fetches a release of vLLM, 2 GB; kit/tests/test_vllm_releases.py calls the same function on releases at hand"
     ),
     ("docs/weights.md", "curl --fail"): (
         "needs a server in vLLM's development mode; test_engine_weights.py makes the same calls through `vllm.LLM`, "
@@ -249,7 +249,7 @@ tier = FileTier(Path("."), Namespace({"model": "a"}), 4096)
 """
     after = """
 import threading
-from kvpact.testkit.sample_blocks import document, filled_buffers
+from kvpact_testkit.sample_blocks import document, filled_buffers
 keys = document("a", 1).keys
 writes = threading.Thread(target=tier.put, args=(keys, 0, filled_buffers(keys, 4096, 1)))
 writes.start()
@@ -268,7 +268,7 @@ print("hangs:", writes.is_alive(), "injected:", len(faults.history))
 def test_the_guide_for_tiers_lets_others_use_one(folder: Path) -> None:
     """A package with the guide's function and its entry point, installed as a folder on the path."""
     (folder / "my_package.py").write_text(
-        "from kvpact.testkit.tier.dictionary_store import DictionaryStore\n\n"
+        "from kvpact_testkit.tier.dictionary_store import DictionaryStore\n\n"
         "def MyStore(host):\n    assert host == 'host'\n    return DictionaryStore()\n\n"
         + block_with(TIERS, "SharedTier(MyStore").text
     )
@@ -283,7 +283,7 @@ def test_the_guide_for_tiers_lets_others_use_one(folder: Path) -> None:
     program = f"""
 from kvpact.identity.keys import Namespace
 from kvpact.config import load_config
-from kvpact.testkit.sample_blocks import document, filled_buffers
+from kvpact_testkit.sample_blocks import document, filled_buffers
 from kvpact.tiers.registry import TierContext, open_tier
 [url] = load_config({{"tiers": ["{url}"]}}, {{}}).tiers
 tier = open_tier(url, TierContext(Namespace({{"model": "a"}}), 4096))
@@ -303,7 +303,7 @@ def driver_folder(folder: Path) -> Path:
     (folder / "my_package").mkdir()
     (folder / "my_package" / "connector.py").write_text(
         "from types import SimpleNamespace\n\n"
-        "from kvpact.testkit.vllm.simple_connector import SimpleConnector\n\n\n"
+        "from kvpact_testkit.vllm.simple_connector import SimpleConnector\n\n\n"
         "class MyConnector(SimpleConnector):\n"
         "    def __init__(self, vllm_config, role, kv_cache_config):\n"
         "        super().__init__(vllm_config, role, kv_cache_config)\n"
@@ -329,7 +329,7 @@ def test_the_pages_on_the_driver_and_on_the_scheduler_context_run(driver_folder:
     )
     adapter = block_with(DRIVER, "class MyAdapter").text.replace("VllmDriver(", "driver = VllmDriver(")
     asks = 'print("adapted:", driver.run(["h24_tenants_share_nothing"]).checks[0].verdict.value)\n'
-    adapted = "from kvpact.testkit.vllm.driver import VllmDriver\n" + adapter + asks
+    adapted = "from kvpact_testkit.vllm.driver import VllmDriver\n" + adapter + asks
     said = run_python(
         driver_folder,
         first
@@ -363,9 +363,9 @@ def write_context_connector(folder: Path) -> None:
 
 
 SHOWS_A_CONTEXT = """
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, prompt
-from kvpact.testkit.vllm.compat import EngineSettings
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, prompt
+from kvpact_testkit.vllm.compat import EngineSettings
 transfer = {"kv_connector": "Whole", "kv_connector_module_path": "context_connector"}
 engine = VllmEngine(EngineSettings(num_blocks=12, block_size=BLOCK), transfer, lambda line: None)
 engine.add("one", prompt(1, 3), max_tokens=8)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from kvpact.demo.messages import Output
+from kvpact_testkit.demo.messages import Output
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_answers.py"
 

@@ -77,9 +77,12 @@ class Checkout:
         shutil.copy(SCRIPT, directory / "scripts")
         self.put("torch", TORCH.format(gpus=["NVIDIA H200", "NVIDIA H200"], cuda="'13.0'"))
         self.put("pytest", "NAMES = ['test_a[fake-cuda]', 'test_a[cuda-halves]', 'test_c[cuda]']" + PYTEST)
-        self.put("kvpact.cli.app", APP.format(status=(0, 0)))
+        self.commands(0, 0)
         self.answers(good=True)
-        shutil.copy(ROOT / "src" / "kvpact" / "__main__.py", self.source / "kvpact")
+        for package in ("kvpact", "kvpact_testkit"):
+            (self.source / package).mkdir(exist_ok=True)
+            (self.source / package / "__init__.py").touch()
+            shutil.copy(ROOT / "src" / "kvpact" / "__main__.py", self.source / package)
         self.put("vllm", "")
 
     def put(self, module: str, text: str) -> None:
@@ -88,6 +91,10 @@ class Checkout:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "__init__.py").touch()
         path.write_text(text)
+
+    def commands(self, *status: int) -> None:
+        """The exit statuses of `kvpact doctor` and of the demonstration."""
+        self.put("kvpact.cli.app", APP.format(status=status))
 
     def answers(self, *, good: bool) -> None:
         (self.directory / "scripts" / "gpu_answers.py").write_text(ANSWERS.format(good=good))

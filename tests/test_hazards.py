@@ -6,11 +6,11 @@ import re
 import tomllib
 
 from documents import ROOT, documents, load_script
-from kvpact.testkit.catalogue import TITLES
+from kvpact_testkit.catalogue import TITLES
 
 WRITER = load_script("scripts/write_hazards.py")
 
-CITING = ("src", "testbeds", "tests", "benchmarks", "scripts")
+CITING = ("src", "kit", "testbeds", "tests", "benchmarks", "scripts")
 
 
 def cited(text: str) -> set[str]:
@@ -37,7 +37,7 @@ def test_every_entry_of_the_catalogue_has_a_test_and_no_test_names_another() -> 
 
 
 def test_an_entry_is_one_line_and_they_stand_in_order() -> None:
-    entries = tomllib.loads((ROOT / "src/kvpact/testkit/hazards.toml").read_text(encoding="utf-8"))
+    entries = tomllib.loads((ROOT / "kit/src/kvpact_testkit/hazards.toml").read_text(encoding="utf-8"))
     assert list(entries) == sorted(entries, key=lambda name: ("PTH".index(name[0]), int(name[1:])))
     assert [title for title in entries.values() if len(title) > 130 or "|" in title or "\n" in title] == []
 

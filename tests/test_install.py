@@ -6,6 +6,7 @@ And what its commands say where nothing else is installed.
 import json
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -16,11 +17,13 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvpact
+import kvpact_testkit
 from kvpact.tiers.backends import SCHEMES
 
 HEAVY = ("torch", "vllm")
 COMMANDS = ("serve", "config", "inspect", "verify", "gc", "tiers", "why", "conformance", "doctor", "demo")
-NEEDS_ENGINE = ("kvpact.vllm", "kvpact.worker", "kvpact.demo", "kvpact.testkit")
+OF_THE_KIT = ("conformance", "demo")
+NEEDS_ENGINE = ("kvpact.vllm", "kvpact.worker")
 """What copies tensors, talks to vLLM or is started with it; everything else is the core and its command."""
 
 
@@ -72,20 +75,39 @@ def plain_requirements(name: str, known: set[str]) -> set[str]:
     return known
 
 
-@pytest.fixture(scope="module")
-def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a virtual environment made by hand, of this one's packages, so that no network is needed."""
-    place = tmp_path_factory.mktemp("bare")
+def environment_of(place: Path, name: str, **packages: Path) -> Path:
+    """The interpreter of a virtual environment made by hand, of this one's packages, so that no network is needed.
+
+    It has what the distribution asks for, and of the checkout only `packages`.
+    """
     venv.create(place, with_pip=False, symlinks=True)
-    [packages] = place.glob("lib/python3*/site-packages")
-    for name in plain_requirements("kvpact", set()):
-        found = distribution(name)
+    [site] = place.glob("lib/python3*/site-packages")
+    for needed in plain_requirements(name, set()) - {"kvpact"}:
+        found = distribution(needed)
         for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
-            link = packages / top
+            link = site / top
             if not link.is_symlink():
                 link.symlink_to(found.locate_file(top))
-    (packages / "kvpact").symlink_to(Path(kvpact.__file__).parent)
+    for package, folder in packages.items():
+        (site / package).symlink_to(folder)
     return place / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the product alone."""
+    return environment_of(tmp_path_factory.mktemp("bare"), "kvpact", kvpact=Path(kvpact.__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def kit_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the product and the kit, installed so that its commands are found."""
+    folders = {package.__name__: Path(package.__file__).parent for package in (kvpact, kvpact_testkit)}
+    python = environment_of(tmp_path_factory.mktemp("kit"), "kvpact-testkit", **folders)
+    [site] = python.parents[1].glob("lib/python3*/site-packages")
+    metadata = distribution("kvpact-testkit").locate_file(f"kvpact_testkit-{kvpact_testkit.__version__}.dist-info")
+    (site / metadata.name).symlink_to(metadata)
+    return python
 
 
 def bare_kvpact(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -105,11 +127,9 @@ def test_the_bare_environment_has_no_engine(bare_python: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("demo", "the demonstration runs a real vLLM, and vllm and torch and transformers cannot be imported here"),
-        ("demo --json -", "install vLLM beside kvpact: pip install"),
+        ("demo --json -", "`kvpact demo` is in the test kit: pip install 'kvpact[demo]'"),
+        ("conformance --engine vllm kvpact.vllm:PactConnector", "pip install 'kvpact[testkit]'"),
         ("serve MODEL", "vllm"),
-        ("conformance --engine vllm kvpact.vllm:PactConnector", "No module named 'vllm'"),
-        ("conformance kvpact.testkit.vllm.simple_connector:SimpleConnector", "No module named 'vllm'"),
         ("inspect redis://127.0.0.1:1", "pip install 'kvpact[redis]'"),
         ("verify s3://bucket", "pip install 'kvpact[s3]'"),
         ("gc mooncake://host:1 --namespace a", "pip install 'kvpact[mooncake]'"),
@@ -124,6 +144,62 @@ def test_a_command_that_needs_more_says_what_to_install_in_one_line(
     assert result.stderr.startswith("kvpact: ")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("demo", "the demonstration runs a real vLLM, and vllm and torch and transformers cannot be imported here"),
+        ("demo --json -", "install vLLM beside kvpact: pip install"),
+        ("conformance --engine vllm kvpact.vllm:PactConnector", "No module named 'vllm'"),
+        ("conformance kvpact_testkit.vllm.simple_connector:SimpleConnector", "No module named 'vllm'"),
+    ],
+)
+def test_a_command_of_the_kit_says_where_an_engine_is_missing(kit_python: Path, arguments: str, message: str) -> None:
+    test_a_command_that_needs_more_says_what_to_install_in_one_line(kit_python, arguments, message)
+
+
+TWO_SUITES = """
+from kvpact_testkit.cache.conformance import CacheConformance
+from kvpact_testkit.cache.subjects import reference_cache
+
+class Good(CacheConformance):
+    modes = ("native",)
+
+    def make_cache(self, place):
+        return reference_cache(place)
+
+class Bad(Good):
+    def make_cache(self, place):
+        made = reference_cache(place)
+        made.cache.abort_external_match = lambda *arguments, **words: None
+        return made
+"""
+
+
+def test_the_kit_judges_a_cache_without_vllm(kit_python: Path) -> None:
+    (kit_python.parent / "suites.py").write_text(TWO_SUITES)
+    good, bad = (bare_kvpact(kit_python, "conformance", f"suites:{name}") for name in ("Good", "Bad"))
+    assert (good.returncode, good.stderr) == (0, ""), good.stdout
+    assert "0 broken" in good.stdout
+    assert bad.returncode == 1
+    assert "P1" in bad.stdout
+
+
+def test_a_command_of_somebody_elses_that_fails_costs_itself_alone(kit_python: Path) -> None:
+    [site] = kit_python.parents[1].glob("lib/python3*/site-packages")
+    metadata = site / "theirs-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[kvpact.commands]\nmine = not_there:command\n")
+    try:
+        failed, fine = (bare_kvpact(kit_python, *words) for words in (["mine", "--x"], ["--version"]))
+    finally:
+        shutil.rmtree(metadata)
+    assert (failed.returncode, fine.returncode) == (2, 0)
+    assert failed.stderr == (
+        "kvpact: `kvpact mine` is not_there:command, which cannot be loaded: No module named 'not_there'\n"
+    )
 
 
 def test_a_gpu_is_examined_where_there_is_an_engine(bare_python: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import kvpact
-from kvpact.demo.engine import session_members
+from kvpact_testkit.demo.engine import session_members
 
 TESTS = Path(__file__).parent
 CRASHING = TESTS / "cache"

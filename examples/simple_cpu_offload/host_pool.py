@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvpact import BlockHolder, KVCacheBlockView
 from kvpact.block_refs import BlockRefs
-from kvpact.engine.block_pool import NULL_BLOCK, BlockPool
+from kvpact_testkit.engine.block_pool import NULL_BLOCK, BlockPool
 
 
 class Pool(BlockHolder, Protocol):

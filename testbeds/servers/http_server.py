@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpact.demo.engine import session_members
+from kvpact_testkit.demo.engine import session_members
 from servers.redis_server import free_ports
 
 START_SECONDS = 300.0

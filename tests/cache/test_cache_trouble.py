@@ -11,8 +11,8 @@ from kvpact.cache.idle_steps import LONGEST_STEP_SECONDS, VAIN_SECONDS
 from kvpact.cache.writeback import MAX_UNWRITTEN
 from kvpact.contract import WorkerReport
 from kvpact.metrics import MissReason, series
-from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
-from kvpact.testkit.tier.stepped_executor import SteppedExecutor
+from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
+from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
 
 

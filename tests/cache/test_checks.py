@@ -12,7 +12,7 @@ from kvpact.cache.overdue import OverdueLoads
 from kvpact.contract import JobTally, LoadJob
 from kvpact.errors import PactViolation
 from kvpact.index.block_index import BlockIndex, State
-from kvpact.testkit.tier.stepped_executor import SteppedExecutor
+from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneBlocks, SceneRequest, open_disk, tokens
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 from crash_child import BLOCK_SIZE, DOCUMENTS, NAMESPACE, SLOT_BYTES, STEM, TAIL, label, open_disk, payload, token_ids
 
-from kvpact.demo.engine import session_members
 from kvpact.identity.keys import BlockKeys, RequestIdentity
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import Superblock
+from kvpact_testkit.demo.engine import session_members
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 
 TESTS = Path(__file__).parents[1]

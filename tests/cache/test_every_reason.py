@@ -11,8 +11,8 @@ from test_misses import CAUSES
 from kvpact.config import load_config
 from kvpact.contract import POSTPONED_STEPS, ExternalMatchExit, WorkerReport
 from kvpact.metrics import METRICS, EndReason, MissReason, series
-from kvpact.testkit.faults import Fault, Faults, FaultyTier, Operation
-from kvpact.testkit.tier.stepped_executor import SteppedExecutor
+from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
+from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
 
 BLOCKS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpact.cache.idle_steps import AGAIN_SECONDS, LONGEST_STEP_SECONDS, PAUSE_SECONDS, VAIN_SECONDS, IdleSteps
-from kvpact.engine import StepClock
+from kvpact_testkit.engine import StepClock
 from scenes import Scene, SceneRequest, tokens
 
 

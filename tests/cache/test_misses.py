@@ -11,10 +11,10 @@ from kvpact.cache.plan import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.config import KvpactConfig
 from kvpact.contract import WorkerReport
 from kvpact.metrics import METRICS, MISS_HINTS, MissReason, explain_misses, series
-from kvpact.testkit.faults import Faults
-from kvpact.testkit.tier.dictionary_store import DictionaryStore
-from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from kvpact.tiers.shared.tier import SharedTier
+from kvpact_testkit.faults import Faults
+from kvpact_testkit.tier.dictionary_store import DictionaryStore
+from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, failed, tokens
 
 STORED, ASKED = SceneRequest("first", tokens(33)), SceneRequest("asked", tokens(33))

@@ -16,11 +16,11 @@ import pytest
 from epoch_engine import BLOCK_SIZE, SETTLE_SECONDS, EpochEngine, disk, prompt, store
 from hook_time import STEP_CPU_SECONDS, HookTime
 from kvpact.contract import LoadJob
-from kvpact.engine import JobBehavior, Request, RequestStatus, SimulatedWorker
-from kvpact.engine.simulated_worker import NEVER, Job
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.tiers.base import Tier
+from kvpact_testkit.engine import JobBehavior, Request, RequestStatus, SimulatedWorker
+from kvpact_testkit.engine.simulated_worker import NEVER, Job
 from other_user import OTHER_USER, as_user, needs_root, open_place
 from servers.object_server import CREDENTIALS, object_server
 from servers.redis_server import redis_server

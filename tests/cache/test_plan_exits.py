@@ -9,7 +9,7 @@ import pytest
 
 from kvpact.contract import DROPPED, POSTPONED_STEPS, ExternalMatchExit
 from kvpact.metrics import EndReason, MissReason, series
-from kvpact.testkit.tier.stepped_executor import SteppedExecutor
+from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens
 
 POSTPONING = [reason for reason in ExternalMatchExit if not reason.is_dropped]

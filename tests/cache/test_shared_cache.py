@@ -16,10 +16,10 @@ from kvpact.cache.tier_set import POLL_SECONDS
 from kvpact.contract import ExternalKVMatch
 from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.metrics import MissReason, series
-from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.tiers.base import UNSEALED, RecordMac
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError, key_of
 from kvpact.tiers.shared.tier import SharedTier
+from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, until
 
 PATIENCE = 10.0

@@ -15,7 +15,6 @@ from kvpact.contract import WorkerReport
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.metrics import series
-from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.tiers import deletions
 from kvpact.tiers.base import BlockBuffer, Progress, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.client import LentSlots, TierClient
@@ -24,6 +23,7 @@ from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.shared.store import RecordBuffer, StoreError
 from kvpact.tiers.shared.tier import SharedTier
+from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, failed, open_disk, tokens
 
 SLOTS = 32

@@ -6,12 +6,12 @@ import sys
 import threading
 import time
 
-from kvpact.testkit.sample_blocks import document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.registry import open_store
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.sample_blocks import document, empty_buffers, filled_buffers
+from kvpact_testkit.tier.harness import NAMESPACE
 
 SLOT = 64 << 10
 HANGS_AFTER = 0.3

@@ -15,10 +15,10 @@ from kvpact.cli.app import app
 from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import MissReason, series
-from kvpact.testkit.sample_blocks import document, filled_buffers
 from kvpact.tiers import record
 from kvpact.tiers.registry import TierContext, load_seal, open_tier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.sample_blocks import document, filled_buffers
 from servers.redis_server import RedisServer, redis_server
 
 SLOT = 8192

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 import kvpact
-from kvpact.testkit.sample_blocks import document
-from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.tiers.base import UNSEALED
 from kvpact.tiers.directory.quota import CONTROL
 from kvpact.tiers.shared.store import group_name, record_name
+from kvpact_testkit.sample_blocks import document
+from kvpact_testkit.tier.harness import NAMESPACE
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS
 from servers.redis_server import redis_server

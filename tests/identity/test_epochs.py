@@ -15,11 +15,11 @@ import pytest
 
 from epoch_engine import EpochEngine, disk, prompt, store
 from kvpact.contract import WorkerReport
-from kvpact.engine import RequestStatus
 from kvpact.identity.epochs import Epoch
 from kvpact.tiers.base import Tier
 from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordPieces, StoreError
 from kvpact.tiers.shared.tier import SharedTier
+from kvpact_testkit.engine import RequestStatus
 from scenes import Scene, SceneRequest, open_disk, tokens
 from servers.redis_server import RedisServer, redis_server
 

@@ -21,9 +21,6 @@ import pytest
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import OWN_FOLDER
-from kvpact.testkit.faults import Faults
-from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, Tier
 from kvpact.tiers.directory import evictor_lock, files, quota
 from kvpact.tiers.directory.evictor_lock import host
@@ -33,6 +30,9 @@ from kvpact.tiers.record import parent_in
 from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.faults import Faults
+from kvpact_testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
 
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})
 GROUP = group_name(NAMESPACE, UNSEALED)

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from kvpact.cli.app import app
 from kvpact.identity.keys import Namespace
-from kvpact.testkit.sample_blocks import document, filled_buffers
 from kvpact.tiers.base import Tier
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.sample_blocks import document, filled_buffers
 from servers.object_server import CREDENTIALS, Traffic, object_server
 from servers.redis_server import redis_server
 

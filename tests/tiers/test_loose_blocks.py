@@ -10,9 +10,6 @@ import pytest
 
 from dictionary_tier import DictionaryTier
 from kvpact.identity.keys import BlockKey
-from kvpact.testkit.sample_blocks import content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.harness import NAMESPACE
-from kvpact.testkit.tier.stepped_executor import SteppedExecutor
 from kvpact.tiers.base import BlockBuffer, RecordHeader, RecordMac, Tier
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.executor import Done, GetDone, LookupDone, PutDone, TierExecutor
@@ -20,6 +17,9 @@ from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.shared.store import record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers
+from kvpact_testkit.tier.harness import NAMESPACE
+from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 
 SLOT = 8192
 CHAIN = document("chain", 4).keys

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvpact.identity.keys import BlockKey
-from kvpact.testkit.sample_blocks import content, document, empty_buffers, filled_buffers
 from kvpact.tiers.base import HEADER_BYTES, RecordHeader, payload_digest
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.tier import DiskTier
+from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers
 from slab_scenes import NAMESPACE, SLOT, header_at, open_tier, overwrite, payload_at, slab_path, slot_of
 
 CHAIN = document("chain", 5).keys

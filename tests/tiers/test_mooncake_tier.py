@@ -20,15 +20,15 @@ import pytest
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.metrics import series
-from kvpact.testkit.faults import Crash, Faults
-from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier
 from kvpact.tiers.mooncake import store as mooncake
 from kvpact.tiers.mooncake.store import MooncakeStore, open_mooncake
 from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.faults import Crash, Faults
+from kvpact_testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
 from scenes import NAMESPACE as SCENE_NAMESPACE
 from scenes import PAGE, Scene, SceneRequest, tokens, until
 from servers.mooncake_server import MooncakePool, free_port, mooncake_pool

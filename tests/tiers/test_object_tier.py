@@ -20,9 +20,6 @@ from xxhash import xxh3_64_intdigest
 from hook_time import assert_ends_within
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.testkit.faults import Faults
-from kvpact.testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact.tiers.base import HEADER_BYTES, RecordMac, Tier
 from kvpact.tiers.objects.bucket import Bucket
 from kvpact.tiers.objects.packs import HEAD_BYTES, Pack, PackMemory, decode_pack, encode_pack
@@ -30,6 +27,9 @@ from kvpact.tiers.objects.store import ObjectStore, open_objects
 from kvpact.tiers.shared.store import RecordPieces, StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.faults import Faults
+from kvpact_testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
 from servers.object_server import ACCESS_KEY, CREDENTIALS, SECRET_KEY, Request, Spoiled, Traffic, object_server
 
 SLOT = 4096

@@ -18,8 +18,6 @@ import obstore
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvpact.testkit.sample_blocks import document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED
 from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.disk.tier import DiskTier
@@ -31,6 +29,8 @@ from kvpact.tiers.redis.opening import open_redis
 from kvpact.tiers.shared.store import group_name, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.sample_blocks import document, empty_buffers, filled_buffers
+from kvpact_testkit.tier.harness import NAMESPACE
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, Traffic, object_server
 from servers.redis_server import RedisServer, redis_server

@@ -22,10 +22,10 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.identity.weights import DigestMemory, FileStamp
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.sample_blocks import content, document, empty_buffers, filled_buffers
 from kvpact.tiers.base import Tier
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers
 from other_user import GROUP, OTHER_USER, SECOND_USER, THIRD_USER, as_user, needs_root, open_place
 
 SLOT = 8192

@@ -22,11 +22,6 @@ import redis
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
-from kvpact.testkit.faults import Faults
-from kvpact.testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.buffers import give_back, require_untouched
-from kvpact.testkit.tier.conformance import Damage, StoreContext, TierConformance
-from kvpact.testkit.tier.harness import NAMESPACE
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordMac, Tier
 from kvpact.tiers.redis.connections import Connection, Words
 from kvpact.tiers.redis.opening import open_redis
@@ -45,6 +40,11 @@ from kvpact.tiers.shared.store import (
 )
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_testkit.faults import Faults
+from kvpact_testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.tier.buffers import give_back, require_untouched
+from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
+from kvpact_testkit.tier.harness import NAMESPACE
 from servers.redis_server import Authority, RedisServer, redis_cluster, redis_sentinel, redis_server
 
 URL_VARIABLE = "KVPACT_TESTS_REDIS"

@@ -13,8 +13,6 @@ from dictionary_tier import DictionaryTier
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import PRIVATE
-from kvpact.testkit.sample_blocks import BRANCH, DOCUMENT, empty_buffers, filled_buffers
-from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.tiers import deletions
 from kvpact.tiers.base import RecordHeader
 from kvpact.tiers.client import LentSlots, TierClient
@@ -27,6 +25,8 @@ from kvpact.tiers.record import RecordMac
 from kvpact.tiers.shared import refuted
 from kvpact.tiers.shared.store import StoreError
 from kvpact.tiers.shared.tier import SharedTier
+from kvpact_testkit.sample_blocks import BRANCH, DOCUMENT, empty_buffers, filled_buffers
+from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from slab_scenes import SLOT, chain, open_tier, served, store
 
 KEYS, MORE = chain("document", 8), chain("other", 4)

@@ -18,7 +18,6 @@ from kvpact.config import load_config
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import MEMORY, TIER_LABELS
-from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.tiers.backends import BACKENDS, SCHEMES, label_of
 from kvpact.tiers.base import Tier
 from kvpact.tiers.directory.store import DirectoryStore
@@ -29,6 +28,7 @@ from kvpact.tiers.redis.store import RedisStore
 from kvpact.tiers.registry import TierContext, load_seal, open_store, open_tier
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import TierURL, parse_tier_url
+from kvpact_testkit.tier.dictionary_store import DictionaryStore
 
 PLACE = TierContext(Namespace({"model": "kinds"}), 8192)
 

@@ -8,11 +8,11 @@ import pytest
 
 from kvpact.cache.prefetch import READ_BYTES
 from kvpact.identity.keys import Namespace
-from kvpact.testkit.sample_blocks import DOCUMENT, content, document, empty_buffers, filled_buffers
-from kvpact.testkit.tier.dictionary_store import DictionaryStore
 from kvpact.tiers.shared import tier as shared
 from kvpact.tiers.shared.store import RecordBuffer
 from kvpact.tiers.shared.tier import GROUP_BYTES, SharedTier
+from kvpact_testkit.sample_blocks import DOCUMENT, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.tier.dictionary_store import DictionaryStore
 
 SLOT = 8 << 10
 

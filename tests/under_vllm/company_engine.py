@@ -17,9 +17,9 @@ from company_answers import Said, Thrice
 from vllm import LLM, RequestOutput, SamplingParams
 
 from engines import BLOCK, BLOCK_BY_BLOCK
-from kvpact.demo.engine import BASE_ARGUMENTS
 from kvpact.vllm.compat.objects import connectors_of
 from kvpact.vllm.connector import PactConnector
+from kvpact_testkit.demo.engine import BASE_ARGUMENTS
 from tiny_engine import kvpact_transfer_config
 
 AT_REST_S = 20.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvpact.demo.model import TINY_SHAPE
+from kvpact_testkit.demo.model import TINY_SHAPE
 
 RANK = 8
 """Of adapters."""

@@ -25,8 +25,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engines import BLOCK, BLOCK_BY_BLOCK
-from kvpact.demo.engine import BASE_ARGUMENTS
-from kvpact.demo.model import TINY_SHAPE
+from kvpact_testkit.demo.engine import BASE_ARGUMENTS
+from kvpact_testkit.demo.model import TINY_SHAPE
 from tiny_engine import kvpact_transfer_config, prompt
 
 BLOCKS = 5

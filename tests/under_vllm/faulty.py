@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import socket_watch
 from kvpact.cache.ledger import PlanRecord
 from kvpact.contract import LoadJob
-from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.vllm import PactConnector
 from kvpact.worker.copy.base import Job
+from kvpact_testkit.vllm.faulty_copies import FaultyEngine
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata

@@ -13,8 +13,8 @@ from typing import Any
 from step_connector import StepConnector
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, prompt
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, prompt
 
 SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 

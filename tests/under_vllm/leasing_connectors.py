@@ -10,8 +10,8 @@ from sys import intern
 from typing import Any, ClassVar
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
-from kvpact.testkit.vllm.adapters import ConnectorAdapter
-from kvpact.testkit.vllm.simple_connector import SimpleConnector
+from kvpact_testkit.vllm.adapters import ConnectorAdapter
+from kvpact_testkit.vllm.simple_connector import SimpleConnector
 
 
 class Leasing(SimpleConnector):

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from engines import BLOCK
-from kvpact.demo.model import TINY_SHAPE
+from kvpact_testkit.demo.model import TINY_SHAPE
 
 WINDOW = 2 * BLOCK
 """Tokens of a window, or of a chunk."""

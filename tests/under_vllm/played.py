@@ -18,8 +18,6 @@ import torch
 
 from kvpact.contract import SaveJob
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.device.hostile_driver import Copy, WatchedCopy
-from kvpact.testkit.device.played import PlayedDevice, WrittenDown
 from kvpact.vllm import PactConnector
 from kvpact.worker import worker
 from kvpact.worker.copy.base import Job
@@ -29,6 +27,8 @@ from kvpact.worker.device.entries import JobRuns
 from kvpact.worker.device.opened import OpenedDevice
 from kvpact.worker.device.proof import FIRST, Proof
 from kvpact.worker.paged import PagedKV
+from kvpact_testkit.device.hostile_driver import Copy, WatchedCopy
+from kvpact_testkit.device.played import PlayedDevice, WrittenDown
 
 LOG = Path(os.environ["PLAYED_LOG"])
 

@@ -13,7 +13,7 @@ from company_engine import CompanyEngine, prompt_of
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
-from kvpact.demo.engine import BASE_ARGUMENTS
+from kvpact_testkit.demo.engine import BASE_ARGUMENTS
 
 BLOCK = 32
 ARGUMENTS: dict[str, Any] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines import BLOCK
-from kvpact.demo.engine import EngineProcess, Output
+from kvpact_testkit.demo.engine import EngineProcess, Output
 
 
 class References:

@@ -15,8 +15,8 @@ import numpy as np
 from company_answers import Said
 from slab_surgery import SlabSurgery
 
-from kvpact.demo.engine import Output
 from kvpact.identity.keys import BlockKeys, RequestIdentity
+from kvpact_testkit.demo.engine import Output
 
 Blocks = Mapping[tuple[int, ...], np.ndarray]
 """All tokens up to the end of a block -> its keys and values, in float32."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpact.testkit.vllm.simple_connector import Copy, Orders, Saved, SimpleConnector
+from kvpact_testkit.vllm.simple_connector import Copy, Orders, Saved, SimpleConnector
 
 CONTROL = Path(os.environ.get("STEP_CONTROL", "/nowhere"))
 

@@ -17,7 +17,7 @@ from step_answers import Seen
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
-from kvpact.demo.engine import BASE_ARGUMENTS
+from kvpact_testkit.demo.engine import BASE_ARGUMENTS
 from tiny_engine import prompt
 
 ARGUMENTS: dict[str, Any] = {

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.config import load_config
-from kvpact.testkit.vllm.compat import EngineSettings
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, prompt
+from kvpact_testkit.vllm.compat import EngineSettings
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, prompt
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "one step at a time": {},

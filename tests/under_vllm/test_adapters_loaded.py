@@ -19,11 +19,11 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManage
 
 from kvpact.identity.adapter_files import look_at_files, look_at_rest
 from kvpact.identity.loaded_adapters import NO_STAMP, LoadedAdapters, LoadedAdaptersWriter
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
 from kvpact.vllm import worker as worker_module
 from kvpact.vllm.adapter_watch import watch_adapters
 from kvpact.vllm.compat.objects import LOAD_ADAPTER
 from kvpact.vllm.worker import KvpactWorker
+from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
 
 BLOCKS = 6
 PROMPT = make_prompt(1, BLOCKS)

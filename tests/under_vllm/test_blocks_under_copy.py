@@ -18,9 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
 from kvpact.vllm import checks
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
+from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
 
 
 class SlowSaves:

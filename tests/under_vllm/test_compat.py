@@ -16,10 +16,10 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 import kvpact
 from kvpact.errors import ConfigError
-from kvpact.testkit.vllm.releases import fetch_release, installed_release
 from kvpact.vllm.compat import layouts
 from kvpact.vllm.compat.objects import replays_full_graph
 from kvpact.vllm.compat.releases import RELEASES, is_known, refuse_older
+from kvpact_testkit.vllm.releases import fetch_release, installed_release
 
 PROBE = """
 import json

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 import kvpact
 from engines import BLOCK
-from kvpact.demo.engine import CORES, PINNED_ENVIRONMENT, one_core_each
+from kvpact_testkit.demo.engine import CORES, PINNED_ENVIRONMENT, one_core_each
 
 PROGRAM = """
 import sys

@@ -16,7 +16,6 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import PAGE_BYTES
@@ -24,6 +23,7 @@ from kvpact.vllm import checks
 from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDULER
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import KvpactScheduler, pact_scheduler
+from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 WITHOUT = "kvpact: this engine was started without kvpact's "
 """Begins the line that says which promises fall without kvpact's classes."""

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 import kvpact
 from documents import ROOT, block_with, filled_in
 from engines import BLOCK
-from kvpact.demo.engine import CORES, PINNED_ENVIRONMENT, one_core_each
+from kvpact_testkit.demo.engine import CORES, PINNED_ENVIRONMENT, one_core_each
 
 ASK = """
     [output] = llm.generate("Is a prompt prefix computed twice?")

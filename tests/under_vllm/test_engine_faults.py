@@ -10,7 +10,7 @@ from faulty_engine import TIGHT_KV_BLOCKS, FaultyEngine
 from references import References
 
 from engines import BLOCK, prompt
-from kvpact.demo.engine import Output
+from kvpact_testkit.demo.engine import Output
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ from trainer import ARGUMENTS, ENVIRONMENT, Trainer
 
 from engines import BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
 from servers.redis_server import RedisServer, redis_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -16,8 +16,11 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact.cache import idle_steps
 from kvpact.contract import LoadJob
 from kvpact.errors import ConfigError
-from kvpact.testkit.vllm.faulty_copies import FaultyEngine
-from kvpact.testkit.vllm.played_engine import (
+from kvpact.tiers.disk.inspection import verify_slab
+from kvpact.vllm.messages import PactHandshake, PactMetadata
+from kvpact.wire import StepMessage
+from kvpact_testkit.vllm.faulty_copies import FaultyEngine
+from kvpact_testkit.vllm.played_engine import (
     BLOCK,
     PlayedEngine,
     PlayedRequest,
@@ -26,9 +29,6 @@ from kvpact.testkit.vllm.played_engine import (
     make_prompt,
     wait_before_loads,
 )
-from kvpact.tiers.disk.inspection import verify_slab
-from kvpact.vllm.messages import PactHandshake, PactMetadata
-from kvpact.wire import StepMessage
 
 SYNCHRONOUS, ASYNCHRONOUS = {"sync_load_budget": "1GiB"}, {"sync_load_budget": 0}
 STORED, FRESH, LATER = make_prompt(1, 6), make_prompt(2, 5), make_prompt(3, 7)

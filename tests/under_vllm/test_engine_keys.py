@@ -20,9 +20,9 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from documents import ROOT
 from engines import BLOCK, BLOCK_BY_BLOCK, prompt
 from kvpact.config import KvpactConfig
-from kvpact.demo.engine import EngineProcess
 from kvpact.metrics import series
-from kvpact.testkit.vllm.played_engine import PlayedEngine, answer, make_prompt
+from kvpact_testkit.demo.engine import EngineProcess
+from kvpact_testkit.vllm.played_engine import PlayedEngine, answer, make_prompt
 from servers.redis_server import redis_server
 
 SECRET = "hunter2"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines import BLOCK, BLOCK_BY_BLOCK, prompt
-from kvpact.demo.engine import EngineProcess
+from kvpact_testkit.demo.engine import EngineProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
 

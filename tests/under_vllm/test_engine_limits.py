@@ -14,8 +14,8 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineError, EngineSettings
-from kvpact.demo.model import TINY_SHAPE
+from kvpact_testkit.demo.engine import EngineError, EngineSettings
+from kvpact_testkit.demo.model import TINY_SHAPE
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +36,7 @@ def state_space_model(tiny_model: Path, tmp_path: Path) -> Path:
     return save_model(MambaForCausalLM(config), tmp_path / "states", tiny_model)
 
 
-GROUPED = {"cache": "kvpact.testkit.vllm.reference:make"}
+GROUPED = {"cache": "kvpact_testkit.vllm.reference:make"}
 """A cache that keeps all groups, whatever kvpact's own does."""
 
 

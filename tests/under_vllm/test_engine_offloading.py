@@ -9,7 +9,7 @@ import pytest
 from references import References
 
 from engines import BLOCK, BLOCK_BY_BLOCK, prompt
-from kvpact.demo.engine import EngineProcess
+from kvpact_testkit.demo.engine import EngineProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -28,7 +28,7 @@ class Offloading:
     def engine(self, spec: str, seed: int = 1, ranks: int = 1) -> EngineProcess:
         extra = {
             "spec_name": spec,
-            "spec_module_path": "kvpact.testkit.vllm.offloading",
+            "spec_module_path": "kvpact_testkit.vllm.offloading",
             "cpu_bytes_to_use": 1 << 24,
             "seed": seed,
             "log": str(self.log),

@@ -35,11 +35,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(0)]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "-w", folder, ROOT], check=True)
-    (built,) = folder.glob("kvpact-*.whl")
-    return built
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "-w", folder]
+    subprocess.run([*pip, ROOT, ROOT / "kit"], check=True)
+    return folder
 
 
 @pytest.fixture(params=ENGINES)
@@ -49,11 +49,11 @@ def release(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def python(release: str, wheel: Path, tmp_path: Path) -> Iterator[Path]:
-    """The interpreter of an environment with this release and the wheel."""
+def python(release: str, wheels: Path, tmp_path: Path) -> Iterator[Path]:
+    """The interpreter of an environment with this release and the wheels."""
     kept = os.environ.get("KVPACT_ENGINES")
     place = Path(kept, f"venv-{release}") if kept else tmp_path / "venv"
-    settings = {"KVPACT_VENV": str(place), "KVPACT_VLLM": release, "KVPACT_WHEEL": str(wheel)}
+    settings = {"KVPACT_VENV": str(place), "KVPACT_VLLM": release, "KVPACT_WHEELS": str(wheels)}
     subprocess.run(["./scripts/setup_venv.sh", "engine=cpu"], cwd=ROOT, env={**os.environ, **settings}, check=True)
     yield place / "bin" / "python"
     if not kept:

@@ -11,7 +11,7 @@ from faulty_engine import FaultyEngine
 
 from engines import BLOCK, IN_ONE_PROCESS, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings
+from kvpact_testkit.demo.engine import EngineError, EngineProcess, EngineSettings
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,8 @@ import pytest
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
 from hub_cache import add_commit
-from kvpact.demo.engine import EngineProcess, EngineSettings, Output
 from kvpact.metrics import series
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output
 
 pytestmark = pytest.mark.engine
 

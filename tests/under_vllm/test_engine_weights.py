@@ -17,7 +17,7 @@ from trainer import ARGUMENTS, ENVIRONMENT, Trainer
 from documents import block_with
 from engines import BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineError, EngineProcess, EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineError, EngineProcess, EngineSettings, Output
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(300)]
 

@@ -15,10 +15,10 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from leasing_connectors import Leasing, OfThePact
 
 from kvpact.contract import ExternalMatchExit
-from kvpact.testkit.vllm.compat import EngineSettings
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import named, under_multi_connector
-from kvpact.testkit.vllm.simple_connector import SimpleConnector
+from kvpact_testkit.vllm.compat import EngineSettings
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import named, under_multi_connector
+from kvpact_testkit.vllm.simple_connector import SimpleConnector
 from leasing import KINDS, Account
 from leasing_runs import BLOCK, SCHEDULER, Run, prompt_of, run_embedded, run_on_vllm
 

@@ -16,9 +16,9 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 import engines
 from engines import kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineSettings
-from kvpact.demo.phases import settle
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from kvpact_testkit.demo.engine import EngineSettings
+from kvpact_testkit.demo.phases import settle
+from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 FLOOD, SHORT_FLOOD = 500, 100
 REFERENCES = 10

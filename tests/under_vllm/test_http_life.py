@@ -25,9 +25,9 @@ from documents import block_with, filled_in
 from engines import BLOCK, prompt
 from hub_cache import add_commit
 from kvpact.cache.stats_file import stats_files
-from kvpact.demo.engine import CORES, one_core_each
 from kvpact.metrics import series
 from kvpact.tiers.disk.inspection import scan_directory
+from kvpact_testkit.demo.engine import CORES, one_core_each
 from leftovers import slabs_still_locked
 from servers.http_server import Answer, Server
 from slab_scenes import files_in

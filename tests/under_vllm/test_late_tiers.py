@@ -17,8 +17,8 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact.cache import late_tiers
 from kvpact.errors import ConfigError
 from kvpact.identity import base_weights, weights
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from kvpact.threads import LOW_PRIORITY
+from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from servers.redis_server import redis_server
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(3)]

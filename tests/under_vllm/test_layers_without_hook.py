@@ -15,13 +15,13 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from kvpact.config import load_config
 from kvpact.contract import LoadJob, SaveJob, StepWork
-from kvpact.testkit.results import Verdict
-from kvpact.testkit.vllm.driver import VllmDriver
-from kvpact.testkit.vllm.harness import Harness, prompt
-from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.vllm.compat.objects import layers_without_hook
 from kvpact.wire import StepMessage
 from kvpact.worker.worker import CacheWorker, RankInfo
+from kvpact_testkit.results import Verdict
+from kvpact_testkit.vllm.driver import VllmDriver
+from kvpact_testkit.vllm.harness import Harness, prompt
+from kvpact_testkit.vllm.scenarios import Scenario
 
 BLOCKS, LAYERS = 8, 6
 

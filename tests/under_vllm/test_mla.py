@@ -15,7 +15,7 @@ import pytest
 
 from engines import kvpact_transfer_config, leases_when
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineSettings
+from kvpact_testkit.demo.engine import EngineSettings
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]

@@ -14,8 +14,8 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact.contract import CacheSpec, ExternalCache
 from kvpact.errors import ConfigError
 from kvpact.identity.notices import NoticeWriter
-from kvpact.testkit.vllm.faulty_copies import FaultyEngine
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from kvpact_testkit.vllm.faulty_copies import FaultyEngine
+from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = "minimal_cache:MinimalCache"

@@ -21,12 +21,12 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from device_beds import BLOCKS, HYBRIDS, LAYOUTS, SIZED, Bed, pinned_bytes
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.device import hostile_driver, plays
-from kvpact.testkit.vllm.played_copies import PlayedEvent, PlayedPlatform, PlayedStream
 from kvpact.vllm.device import VllmDevice
 from kvpact.worker.copy.base import Job
 from kvpact.worker.device import engine
 from kvpact.worker.paged import PagedKV
+from kvpact_testkit.device import hostile_driver, plays
+from kvpact_testkit.vllm.played_copies import PlayedEvent, PlayedPlatform, PlayedStream
 
 SEEDS = 12
 STEPS = 25

@@ -22,8 +22,8 @@ from spread import answers_apart, blocks_apart, nearest_wrong_block, saved_block
 
 from engines import BLOCK, prompt
 from forked_engine import ForkedEngine
-from kvpact.demo.engine import EngineSettings
-from kvpact.demo.phases import settle
+from kvpact_testkit.demo.engine import EngineSettings
+from kvpact_testkit.demo.phases import settle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 

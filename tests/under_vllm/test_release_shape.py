@@ -26,14 +26,14 @@ from vllm.v1.request import Request
 
 import kvpact.vllm
 from kvpact.errors import ConfigError
-from kvpact.testkit.results import as_text
-from kvpact.testkit.vllm.compat import EngineSettings
-from kvpact.testkit.vllm.driver import VllmDriver
-from kvpact.testkit.vllm.engine import VllmEngine
 from kvpact.vllm.compat.shape import what_is_missing
 from kvpact.vllm.compat.uses import USES, Use, reports_blocks_only
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import pact_scheduler
+from kvpact_testkit.results import as_text
+from kvpact_testkit.vllm.compat import EngineSettings
+from kvpact_testkit.vllm.driver import VllmDriver
+from kvpact_testkit.vllm.engine import VllmEngine
 
 UNKNOWN = "0.99.0"
 ANY = SimpleNamespace()

@@ -38,11 +38,11 @@ from kvpact.identity import adapter_digests
 from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.digest_thread import MAX_JOBS, DigestThread
 from kvpact.identity.keys import BlockKeys, RequestIdentity
-from kvpact.testkit.vllm.played_engine import PlayedEngine, answer
 from kvpact.tiers.disk.slab import Slab
 from kvpact.vllm import content_digests, request_identity
 from kvpact.vllm.media_contents import MediaContents
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
+from kvpact_testkit.vllm.played_engine import PlayedEngine, answer
 
 BLOCK = 4
 NAMESPACE = bytes(32)

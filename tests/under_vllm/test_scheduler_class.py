@@ -26,11 +26,11 @@ from leasing_connectors import (
 )
 
 from kvpact.contract import POSTPONED_STEPS, ExternalKVMatch, ExternalMatchExit
-from kvpact.testkit.results import NotObservable
-from kvpact.testkit.vllm.compat import EngineSettings
-from kvpact.testkit.vllm.driver import VllmDriver
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, named, prompt
+from kvpact_testkit.results import NotObservable
+from kvpact_testkit.vllm.compat import EngineSettings
+from kvpact_testkit.vllm.driver import VllmDriver
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, named, prompt
 
 SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 
@@ -349,7 +349,7 @@ def test_the_query_result_comes_back_at_the_commit(asynchronous: bool) -> None:
 
 
 def test_a_connector_without_the_pact_sees_nothing_new() -> None:
-    subject = ConnectorUnderTest("kvpact.testkit.vllm.simple_connector", "SimpleConnector", scheduler=SCHEDULER)
+    subject = ConnectorUnderTest("kvpact_testkit.vllm.simple_connector", "SimpleConnector", scheduler=SCHEDULER)
     harness = Harness(subject)
     with harness.engine() as engine:
         assert engine.scheduler.exits is None

@@ -31,7 +31,7 @@ from hook_time import (
     no_collections,
 )
 from kvpact.cache.budget import STEP_BUDGET_SECONDS
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
+from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, Spoiled, Traffic, object_server
 from servers.redis_server import RedisServer, redis_cluster, redis_server

@@ -15,14 +15,14 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpact.errors import ConfigError
-from kvpact.testkit.results import Verdict
-from kvpact.testkit.vllm.driver import VllmDriver
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import Harness, prompt
-from kvpact.testkit.vllm.played_engine import vllm_config
-from kvpact.testkit.vllm.scenarios import Scenario
 from kvpact.vllm import checks
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER
+from kvpact_testkit.results import Verdict
+from kvpact_testkit.vllm.driver import VllmDriver
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import Harness, prompt
+from kvpact_testkit.vllm.played_engine import vllm_config
+from kvpact_testkit.vllm.scenarios import Scenario
 
 DRIVER = VllmDriver("kvpact.vllm:PactConnector", {"memory": "1MiB", "model_id": "testkit"})
 

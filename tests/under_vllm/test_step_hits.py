@@ -21,7 +21,7 @@ import step_connector
 from hooked_engine import BLOCK, STORED, HookedEngine, hooked_engine, prompt
 
 import kvpact
-from kvpact.testkit.vllm.releases import RELEASES, fetch_release, installed_release
+from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["one step at a time", "asynchronous scheduling"])
 

@@ -28,12 +28,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpact.errors import ConfigError, PactViolation
-from kvpact.testkit.vllm.releases import RELEASES, fetch_release, installed_release
-from kvpact.testkit.vllm.simple_connector import Saved
 from kvpact.vllm import worker as worker_module
 from kvpact.vllm.scheduler import KvpactAsyncScheduler, KvpactScheduler, counts_step_hits
 from kvpact.vllm.step_hook import Candidates, StepHook, apply_external_hits, split_report
 from kvpact.vllm.worker import KvpactWorker, base_worker, bind_step_hook, is_second_runner
+from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release
+from kvpact_testkit.vllm.simple_connector import Saved
 
 
 def new(name: str, start: int = 0, **changes: Any) -> NewRequestData:

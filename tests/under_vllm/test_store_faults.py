@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 import store_failing
 import store_sharing
-from kvpact.demo.engine import EngineProcess
+from kvpact_testkit.demo.engine import EngineProcess
 from servers.object_server import CREDENTIALS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

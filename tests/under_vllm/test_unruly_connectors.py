@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.testkit.vllm.releases import RELEASES, fetch_release, installed_release, releases_folder
+from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release, releases_folder
 from unruly_on_vllm import FORMS, play
 
 TESTBEDS = Path(__file__).parents[2] / "testbeds"

@@ -20,7 +20,6 @@ from kvpact.contract import JobOutcome, LoadJob
 from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact.testkit.vllm.played_engine import vllm_config
 from kvpact.vllm.checks import check_settings
 from kvpact.vllm.compat.group_tables import StateBlocks
 from kvpact.vllm.compat.scheduler import StepBlockTables
@@ -28,6 +27,7 @@ from kvpact.vllm.groups import engine_groups, fit_to_groups
 from kvpact.vllm.identity import engine_namespace
 from kvpact.wire import UnorderedLoad
 from kvpact.worker.jobs import RankJobs
+from kvpact_testkit.vllm.played_engine import vllm_config
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 4, "head_size": 16, "dtype": torch.bfloat16}
 FULL = vllm.FullAttentionSpec(**SHAPE)

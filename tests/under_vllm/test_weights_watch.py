@@ -15,9 +15,9 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact.cache.weights_watch import WeightsWatch
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.notices import NoticeWriter
-from kvpact.testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 from kvpact.vllm.messages import PactHandshake, PactMetadata
 from kvpact.wire import StepMessage
+from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 
 BLOCKS = 6
 STORED = make_prompt(1, BLOCKS)

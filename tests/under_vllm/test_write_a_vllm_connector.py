@@ -39,8 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def leases_left(file: str, scheduler: str, *, asynchronous: bool) -> int:
     """What the page's connector holds after 40 requests on 20 blocks, of which some are cancelled."""
-    from kvpact.testkit.vllm.compat import EngineSettings
-    from kvpact.testkit.vllm.engine import VllmEngine
+    from kvpact_testkit.vllm.compat import EngineSettings
+    from kvpact_testkit.vllm.engine import VllmEngine
 
     transfer = {
         "kv_connector": NAMES[file],

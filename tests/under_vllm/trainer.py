@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import BLOCK_BY_BLOCK
-from kvpact.demo.engine import EngineError, EngineProcess
+from kvpact_testkit.demo.engine import EngineError, EngineProcess
 
 ARGUMENTS: Mapping[str, Any] = {
     **BLOCK_BY_BLOCK,

@@ -14,9 +14,9 @@ from functools import wraps
 from typing import Any
 
 from kvpact.contract import POSTPONED_STEPS
-from kvpact.testkit.vllm.compat import EngineSettings, release
-from kvpact.testkit.vllm.engine import VllmEngine
-from kvpact.testkit.vllm.harness import BLOCK, prompt
+from kvpact_testkit.vllm.compat import EngineSettings, release
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, prompt
 
 REQUESTS, PROMPT_BLOCKS, STORED_BLOCKS, OUTPUT_TOKENS = 40, 12, 10, 24
 TRANSFER = {"kv_connector": "LeasingConnector", "kv_connector_module_path": "leasing_connector"}

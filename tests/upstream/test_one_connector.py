@@ -19,7 +19,7 @@ from leasing_play import EVENTS, REQUESTS, Play
 from vllm_source import RELEASE, fetch_source, patched
 
 from documents import ROOT
-from kvpact.testkit.vllm.releases import installed_release, releases_folder
+from kvpact_testkit.vllm.releases import installed_release, releases_folder
 
 CLASS = "kvpact.vllm.scheduler.pact_scheduler"
 PATCH = ROOT / "upstream" / "1-plan-commit-abort" / "change.patch"

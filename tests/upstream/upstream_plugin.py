@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvpact.testkit.device.played import PlayedDevice
+from kvpact_testkit.device.played import PlayedDevice
 
 RUN = json.loads(Path(os.environ["KVPACT_UPSTREAM_RUN"]).read_text())
 
@@ -45,7 +45,7 @@ def played_device(request: pytest.FixtureRequest) -> Iterator[None]:
     if not RUN["on_played_device"]:
         yield
         return
-    from kvpact.testkit.vllm.played_copies import PlayedPlatform
+    from kvpact_testkit.vllm.played_copies import PlayedPlatform
 
     device = PlayedDevice(zlib.crc32(request.node.nodeid.encode()))
     with PlayedPlatform(device).installed():

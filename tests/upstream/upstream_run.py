@@ -15,7 +15,7 @@ from pathlib import Path
 from vllm_source import RELEASE
 
 from hub_cache import add_commit
-from kvpact.testkit.vllm.releases import releases_folder
+from kvpact_testkit.vllm.releases import releases_folder
 
 HERE = Path(__file__).parent
 

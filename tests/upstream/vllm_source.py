@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpact.errors import ConfigError
-from kvpact.testkit.vllm.releases import releases_folder
+from kvpact_testkit.vllm.releases import releases_folder
 
 RELEASE = "0.33.0"
 

@@ -20,12 +20,12 @@ from kvpact.errors import ConfigError
 from kvpact.index.slot_space import CLASS_SHIFT
 from kvpact.memory.layout import PAGE_BYTES
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact.testkit.device.played import OnDevice, PlayedDevice
-from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.wire import StepMessage
 from kvpact.worker.paged import CopyPlan, PagedKV
 from kvpact.worker.transfer import RankTransfers
 from kvpact.worker.worker import CacheWorker, RankInfo
+from kvpact_testkit.device.played import OnDevice, PlayedDevice
+from kvpact_testkit.vllm.faulty_copies import FaultyEngine
 
 torch = pytest.importorskip("torch")
 

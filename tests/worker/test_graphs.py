@@ -13,7 +13,7 @@ import pytest
 
 from device_beds import BLOCKS, LAYERS, LAYOUTS, SLOTS, Bed, CudaBed, bed_named
 from kvpact.contract import LoadJob, SaveJob
-from kvpact.testkit.device.plays import Page, page
+from kvpact_testkit.device.plays import Page, page
 
 ROUNDS = {"fake-cuda": 40, "cuda": 200}
 """Of the played device there are more seeds elsewhere."""

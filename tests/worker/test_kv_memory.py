@@ -11,10 +11,10 @@ from kvpact.config import load_config
 from kvpact.contract import LoadJob, SaveJob, StepWork
 from kvpact.errors import ConfigError, KvpactError
 from kvpact.memory.arena import ArenaSegment, Standing
-from kvpact.testkit.device.played import OnDevice, PlayedDevice
 from kvpact.wire import StepMessage
 from kvpact.worker.kv_memory import KVMemory
 from kvpact.worker.worker import CacheWorker, RankInfo
+from kvpact_testkit.device.played import OnDevice, PlayedDevice
 
 torch = pytest.importorskip("torch")
 

@@ -10,9 +10,9 @@ import pytest
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, StepWork
 from kvpact.ranges import RangeSet
-from kvpact.testkit.device.played import OnDevice, PlayedDevice
 from kvpact.wire import StepMessage
 from kvpact.worker.worker import CacheWorker, RankInfo
+from kvpact_testkit.device.played import OnDevice, PlayedDevice
 
 torch = pytest.importorskip("torch")
 

@@ -14,10 +14,10 @@ import pytest
 from device_beds import LAYERS, LAYOUTS, SIZED, SLOTS, Bed
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.worker import round_trip
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.round_trip import LIMIT_SECONDS, differing, require_round_trip
+from kvpact_testkit.vllm.faulty_copies import FaultyEngine
 
 torch = pytest.importorskip("torch")
 

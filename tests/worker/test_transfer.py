@@ -24,13 +24,13 @@ from kvpact.memory.extents import Extents
 from kvpact.memory.layout import PAGE_BYTES
 from kvpact.memory.prefault import HUGE_BYTES
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact.testkit.vllm.faulty_copies import FaultyEngine
 from kvpact.threads import on_spare_cpus, start_background
 from kvpact.worker.copy import cpu, transfer_engine_for
 from kvpact.worker.copy.base import Job, classes_by_group
 from kvpact.worker.copy.cpu import CpuTransferEngine, PageCopier
 from kvpact.worker.paged import CopyPlan, PagedKV, PagedLayer
 from kvpact.worker.transfer import RankTransfers
+from kvpact_testkit.vllm.faulty_copies import FaultyEngine
 
 torch = pytest.importorskip("torch")
 

@@ -10,8 +10,8 @@ import pytest
 
 from device_beds import BEDS, BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed, CudaBed, bed_named
 from kvpact.contract import LoadJob, SaveJob
-from kvpact.testkit.device.plays import Page, page
 from kvpact.worker.copy.base import Transfer
+from kvpact_testkit.device.plays import Page, page
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS, *SIZED])

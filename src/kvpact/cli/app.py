@@ -1,27 +1,29 @@
 """The command `kvpact`: reads the command line, calls the part that does the work, and prints errors.
 
 Owns exit codes (0 fine, 1 the check failed, 2 the user's mistake) and one-line errors. Never does the work itself, and
-imports what a command needs only when it runs, so that `kvpact --help` answers at once.
+imports what a command needs only when it runs, so that `kvpact --help` answers at once. Other distributions add
+commands as entry points of the group `COMMANDS`; of those that kvpact's own test kit adds, each says what to install
+where it is missing.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from enum import Enum
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
 from kvpact import __version__
-from kvpact.cli.demo import demo
 from kvpact.cli.screen import shown
 from kvpact.errors import ConfigError, KvpactError
 
 
-class _OneLineErrors(TyperGroup):
+class OneLineErrors(TyperGroup):
     """Turns kvpact's own errors into one line and exit code 2; anything else is a defect and keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -32,14 +34,25 @@ class _OneLineErrors(TyperGroup):
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(
-    cls=_OneLineErrors,
-    help="An external KV cache for LLM serving engines: a prompt prefix is never computed twice.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    add_completion=False,
-)
+def new_app(what: str) -> typer.Typer:
+    """An empty command whose errors are of one line; `what` is its help."""
+    return typer.Typer(
+        cls=OneLineErrors,
+        help=what,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        add_completion=False,
+    )
+
+
+app = new_app("An external KV cache for LLM serving engines: a prompt prefix is never computed twice.")
+
+COMMANDS: Final = "kvpact.commands"
+"""The group of entry points: the name of a command, and the function that typer makes it from."""
+
+OF_THE_KIT: Final = {"conformance": "kvpact[testkit]", "demo": "kvpact[demo]"}
+"""Commands of the distribution kvpact-testkit, and what brings each."""
 
 MemoryOption = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help='Memory tier, such as "4GiB".')]
 TierOption = Annotated[
@@ -58,13 +71,6 @@ PlaceArgument = Annotated[
 KeyFileOption = Annotated[
     Path | None, typer.Option("--record-key-file", metavar="FILE", help="The key that the records are sealed with.")
 ]
-
-
-class EngineChoice(Enum):
-    """Where the conformance kit runs."""
-
-    embedded = "embedded"
-    vllm = "vllm"
 
 
 def _print_version(wanted: bool) -> None:
@@ -224,26 +230,6 @@ def why(stats: Annotated[Path, typer.Argument(metavar="FILE", help="A running en
 
 
 @app.command()
-def conformance(
-    target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", show_default=False)],
-    config: Annotated[str, typer.Option("--config", metavar="JSON", help="Settings of the cache or connector.")] = "{}",
-    engine: Annotated[
-        EngineChoice | None, typer.Option("--engine", help="Default: vllm for its connectors.", show_default=False)
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Run the conformance kit against a cache or a connector.
-
-    A cache is a class or function that takes a CacheContext, or a subclass of CacheConformance. Exit code 1 if a
-    property of the pact is broken.
-    """
-    from kvpact.cli.conformance import check_conformance
-
-    if not check_conformance(target, config, engine.value if engine else None, as_json=json):
-        raise typer.Exit(1)
-
-
-@app.command()
 def doctor(
     gpu: Annotated[bool, typer.Option("--gpu", help="Examine a GPU.")] = False,
     json: Annotated[
@@ -263,7 +249,32 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command()(demo)
+def _refusal(reason: str) -> Callable[[], None]:
+    """A command that cannot run, and says why."""
+
+    def refuse() -> None:
+        raise ConfigError(reason)
+
+    return refuse
+
+
+def _add_others_commands() -> None:
+    """Add the commands of other distributions; one that cannot be loaded costs itself alone."""
+    any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
+    found = {entry.name: entry for entry in entry_points(group=COMMANDS)}
+    for name in sorted({*OF_THE_KIT, *found}):
+        if name in found:
+            try:
+                app.command(name)(found[name].load())
+                continue
+            except Exception as error:
+                reason = f"`kvpact {name}` is {found[name].value}, which cannot be loaded: {error}"
+        else:
+            reason = f"`kvpact {name}` is in the test kit: pip install '{OF_THE_KIT[name]}'"
+        app.command(name, help=f"Not there: {reason}", context_settings=any_arguments)(_refusal(reason))
+
+
+_add_others_commands()
 
 
 def main() -> None:

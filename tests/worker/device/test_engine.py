@@ -10,13 +10,13 @@ import pytest
 from device_beds import HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.memory.arena import ArenaSegment
-from kvpact.testkit.device.hostile_driver import HostileDriver
-from kvpact.testkit.device.played import PlayedDevice
-from kvpact.testkit.device.plays import page
 from kvpact.worker.copy.base import Transfer
 from kvpact.worker.device.base import Addresses
 from kvpact.worker.device.engine import DeviceTransferEngine
 from kvpact.worker.paged import PagedKV
+from kvpact_testkit.device.hostile_driver import HostileDriver
+from kvpact_testkit.device.played import PlayedDevice
+from kvpact_testkit.device.plays import page
 
 torch = pytest.importorskip("torch")
 

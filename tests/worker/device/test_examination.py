@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvpact.errors import KvpactError
-from kvpact.testkit.device.played import PlayedDevice
 from kvpact.worker import round_trip
 from kvpact.worker.device import examination
 from kvpact.worker.device.examination import LAYERS, Bench, examine
+from kvpact_testkit.device.played import PlayedDevice
 
 torch = pytest.importorskip("torch")
 

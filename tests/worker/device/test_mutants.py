@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from device_beds import HYBRIDS, LAYOUTS, SIZED, Bed
-from kvpact.testkit.device import hostile_driver, plays
+from kvpact_testkit.device import hostile_driver, plays
 
 FOLDER = Path(__file__).parents[3] / "src/kvpact/worker/device"
 MODULES = ("entries", "engine")

@@ -21,13 +21,13 @@ from kvpact.errors import ConfigError
 from kvpact.memory import numa
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.memory.shared_slots import SharedSlots
-from kvpact.testkit.device.hostile_driver import HostileError
-from kvpact.testkit.device.played import PlayedDevice
-from kvpact.testkit.device.plays import Play
 from kvpact.worker.copy import transfer_engine_for
 from kvpact.worker.device import opened as opened_module
 from kvpact.worker.device import pinned
 from kvpact.worker.device.opened import OpenedDevice
+from kvpact_testkit.device.hostile_driver import HostileError
+from kvpact_testkit.device.played import PlayedDevice
+from kvpact_testkit.device.plays import Play
 
 ONE_CLASS_AND_SEVERAL = ("inside blocks", *SIZED)
 """Layouts by how many classes their slots have."""

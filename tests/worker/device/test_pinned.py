@@ -13,9 +13,9 @@ import pytest
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.extents import Extents
 from kvpact.memory.prefault import HUGE_BYTES
-from kvpact.testkit.device.played import PlayedDevice
 from kvpact.worker.device import pinned
 from kvpact.worker.device.pinned import PinnedSlots
+from kvpact_testkit.device.played import PlayedDevice
 
 SLOTS, SLOT_BYTES = 10, 8192
 

@@ -1,0 +1,134 @@
+"""Fixtures that all tests share, and which tests one worker runs where there are several."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from kvpact_testkit.demo.engine import CORES
+
+# An example's time says more about a busy machine than about the code; pytest-timeout ends what hangs.
+settings.register_profile("kvpact", deadline=None)
+settings.load_profile("kvpact")
+
+pytest_plugins = ["engines"]
+
+gc.disable()  # until all is collected: vLLM's modules stay, and looking through them takes a fifth of their loading
+
+
+def core_of_worker(worker: str) -> int:
+    """Of "gw0", "gw1", ..., each of which binds its engines to a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[int(worker.removeprefix("gw")) % len(cores)]
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ[CORES] = str(core_of_worker(os.environ["PYTEST_XDIST_WORKER"]))
+
+ENGINES = (
+    "kit/tests/demo/test_demo.py",
+    "tests/test_gpu_answers.py",
+    "kit/tests/test_conformance_command.py",
+    "tests/under_vllm/test_engine_by_name.py",
+    "tests/under_vllm/test_engine_company.py",
+    "tests/under_vllm/test_engine_documents.py",
+    "tests/under_vllm/test_engine_e2e.py",
+    "tests/under_vllm/test_engine_families.py",
+    "tests/under_vllm/test_engine_faults.py",
+    "tests/under_vllm/test_engine_fleet.py",
+    "tests/under_vllm/test_engine_identity.py",
+    "tests/under_vllm/test_engine_leasing.py",
+    "tests/under_vllm/test_engine_limits.py",
+    "tests/under_vllm/test_engine_keys.py",
+    "tests/under_vllm/test_engine_lives.py",
+    "tests/under_vllm/test_engine_offloading.py",
+    "tests/under_vllm/test_engine_other_caches.py",
+    "tests/under_vllm/test_engine_played_device.py",
+    "tests/under_vllm/test_engine_releases.py",
+    "tests/under_vllm/test_engine_replicas.py",
+    "tests/under_vllm/test_engine_scheduler_class.py",
+    "tests/under_vllm/test_engine_simple_cpu_offload.py",
+    "tests/under_vllm/test_engine_start.py",
+    "tests/under_vllm/test_mla.py",
+    "tests/under_vllm/test_engine_step_hook.py",
+    "tests/under_vllm/test_engine_weight_files.py",
+    "tests/under_vllm/test_engine_weights.py",
+    "tests/under_vllm/test_flood.py",
+    "tests/under_vllm/test_http_life.py",
+    "tests/under_vllm/test_pressure.py",
+    "tests/under_vllm/test_store_faults.py",
+    "tests/under_vllm/test_tensor_parallel.py",
+)
+"""Files whose tests start real engines.
+
+One worker runs them, one after another: they share engines, all of which are bound to one core. Meanwhile other workers
+run the other files, each in one of them. Of the proofs each worker takes one file after another, with engines or not.
+"""
+
+LONGEST = (
+    "tests/under_vllm/test_store_faults.py",
+    "tests/under_vllm/test_engine_documents.py",
+    "tests/upstream/test_proposals.py",
+    "kit/tests/test_vllm_releases.py",
+    "kit/tests/test_cache_conformance.py",
+    "tests/worker/device/test_proof.py",
+    "kit/tests/test_vllm_driver.py",
+    "kit/tests/test_machine.py",
+)
+"""They begin first, the dearest at first, or a worker would have nothing to do in the end."""
+
+
+def only_proofs(config: pytest.Config) -> bool:
+    """Whether this is a run of the proofs."""
+    return bool(config.getoption("markexpr").startswith("proof"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Engines take longest and begin first; of the proofs, of which each file is apart, the longest files."""
+    proofs = only_proofs(config)
+
+    def rank(item: pytest.Item) -> tuple[int, bool, int]:
+        long = next((place for place, file in enumerate(LONGEST) if item.nodeid.startswith(file)), len(LONGEST))
+        return long if proofs else 0, not item.nodeid.startswith(ENGINES), long
+
+    for item in items:
+        needs_engine = item.get_closest_marker("engine") or "tiny_model" in getattr(item, "fixturenames", ())
+        if needs_engine and not item.nodeid.startswith(ENGINES):
+            raise pytest.UsageError(f"{item.nodeid} starts an engine; its file must be among ENGINES in {__file__}")
+    items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded is loaded."""
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadscope`: a worker gets a file, or all engines, of the proofs a file only."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    proofs = only_proofs(config)
+
+    class FilesAndEngines(LoadScopeScheduling):
+        """See `ENGINES`."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if not proofs and nodeid.startswith(ENGINES) else nodeid.split("::", 1)[0]
+
+    return FilesAndEngines(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print which of the documents' code blocks are run, and why others are not; that test may run elsewhere."""
+    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
+        for name, text in report.user_properties:
+            if name == "documents" and report.when == "call":
+                terminalreporter.section("code blocks of README.md and docs")
+                terminalreporter.write_line(str(text))

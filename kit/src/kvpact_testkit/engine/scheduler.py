@@ -1,0 +1,473 @@
+"""The scheduler: decides which request computes which tokens, and calls the cache.
+
+Owns the queues, the step's budget and the exits between a match and its commit. `output_processor.py` applies a step's
+results; `quirks.py` lists how an engine may differ from the contract.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import count
+
+from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit
+from kvpact.errors import ConfigError, PactViolation
+from kvpact_testkit.engine.admission import Admission, Load, obstacle, rewritten, too_many_adapters
+from kvpact_testkit.engine.config import EngineConfig
+from kvpact_testkit.engine.counts import EngineCounts
+from kvpact_testkit.engine.kv_cache import KVCacheManager, LocalHit
+from kvpact_testkit.engine.open_matches import OpenMatches
+from kvpact_testkit.engine.output import SchedulerOutput
+from kvpact_testkit.engine.quirks import EngineQuirks
+from kvpact_testkit.engine.request import Request, RequestStatus
+
+
+class Scheduler:
+    """One engine's queues over one block table. With `cache` None there is no external cache and no cost for one."""
+
+    def __init__(
+        self, config: EngineConfig, quirks: EngineQuirks, cache: ExternalCache | None, counts: EngineCounts
+    ) -> None:
+        self.config = config
+        self.quirks = quirks
+        self.cache = cache
+        self.counts = counts
+        self.kv = KVCacheManager(config)
+        self.step = 0
+        self.paused = False
+        self.spared_tokens = 0
+        """Tokens that were scheduled since the last `schedule` and not computed, as workers supplied them."""
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        """Sorted by `_rank`: by arrival, with policy "priority" by priority first."""
+        self.loads: dict[str, Load] = {}
+        """Committed matches that are not settled yet, including those of ended requests."""
+        self.matches = OpenMatches(cache, counts, lambda: self.quirks.silent_aborts)
+        self.late_commits: list[tuple[Request, ExternalKVMatch, Load]] = []
+        self._arrivals = count()
+        self._released_rows: list[int] = []
+        self._by_priority = config.policy == "priority"
+        self._aligns = self.kv.has_states and config.chunked_prefill
+        self._encoder_budget = 0
+
+    # Requests
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises ConfigError if it could never run here, or if its id is in use."""
+        tokens = request.stop_at
+        blocks = self.config.blocks_for(tokens)
+        usable = self.config.num_blocks - 1 - self.quirks.keeps_free_blocks
+        if tokens > self.config.max_model_len or blocks > usable:
+            raise ConfigError(
+                f"request {request.request_id} needs {tokens} tokens in {blocks} blocks; "
+                f"{self.config.max_model_len} tokens and {usable} blocks are the most"
+            )
+        if request.request_id in self.requests or request.request_id in self.loads:
+            raise ConfigError(f"request id {request.request_id} is still in use")
+        request.arrival = next(self._arrivals)
+        self.requests[request.request_id] = request
+        self._enqueue(request)
+        if self.cache is not None:
+            self.cache.on_new_request(request)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request in any state; returns False if it has ended already."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self.end(request, RequestStatus.CANCELLED)
+        self.counts.cancelled += 1
+        return True
+
+    def end(self, request: Request, status: RequestStatus) -> None:
+        """Remove the request from its queue and free its blocks, unless a load still writes to them."""
+        was, request.status = request.status, status
+        if was is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif was is not RequestStatus.WAITING_FOR_LOAD:
+            self.waiting.remove(request)
+        self.release_row(request)
+        self.matches.drop(request, ExternalMatchExit.CANCELLED)
+        if self.cache is not None:
+            self.cache.request_finished(request.request_id)  # which can still see and hold its blocks
+        del self.requests[request.request_id]
+        request.epoch += 1
+        self._void_load(request)
+        if was is RequestStatus.RUNNING or request.request_id not in self.loads:
+            self.kv.free(request)
+
+    def reset(self) -> None:
+        """Preempt all requests; nothing in their blocks counts as computed. Loads under way become void.
+
+        Raises RuntimeError, as some releases do, if `reset_refuses_loading` and an asynchronous load is under way.
+        """
+        loading = [load.request.request_id for load in self.loads.values() if load.asynchronous]
+        if loading and self.quirks.reset_refuses_loading:
+            raise RuntimeError(f"cannot reset the prefix cache: requests {loading} wait for a load")
+        for request in reversed(self.running):
+            self.preempt(request)
+        self.running.clear()
+        for request in self.waiting:
+            self.kv.free(request)
+            request.rewind(0)
+        self.matches.drop_all(ExternalMatchExit.RESET)
+        for load in self.loads.values():
+            load.void = True
+
+    def keep_what_is_there(self) -> None:
+        """Before a change of weights: requests keep what is in their blocks and what is being loaded.
+
+        What arrived after a failed block is computed again: the failed block is computed by other weights.
+        """
+        for request in self.requests.values():
+            request.loaded_ahead = []
+            request.num_own_tokens = request.num_computed_tokens + request.num_inflight_external_tokens
+        for load in self.loads.values():
+            load.spans_update = True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a further step can have any effect."""
+        return bool(self.requests or self.loads)
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self._by_priority else 0, request.arrival)
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=self._rank)
+
+    def resume(self, request: Request) -> None:
+        """Put the request back into the queue; it keeps its blocks."""
+        request.status = RequestStatus.WAITING
+        self._enqueue(request)
+
+    def release_row(self, request: Request) -> None:
+        """Release the request's row on the ranks with the next step."""
+        if request.row >= 0:
+            self._released_rows.append(request.row)
+            request.row = -1
+
+    def preempt(self, request: Request) -> None:
+        """Free a running request's blocks; it restarts from its first token. The caller removes it from `running`."""
+        self._void_load(request)
+        request.rewind(0)
+        self.release_row(request)
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        self._enqueue(request)
+        self.counts.preemptions += 1
+
+    def _void_load(self, request: Request) -> None:
+        load = self.loads.get(request.request_id)
+        if load is not None:
+            load.void = True
+            if self.quirks.trusts_sync_loads and not load.asynchronous:
+                del self.loads[request.request_id]
+                request.note_hit(load.start, load.start + load.num_tokens)  # counts as computed, and was not
+
+    # One step
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step. The caller calls `cache.end_step`."""
+        self.step += 1
+        self.counts.steps += 1
+        output = SchedulerOutput(self.step)
+        budget = self._schedule_running(output, self._step_budget())
+        left = ExternalMatchExit.PAUSED if self.paused else ExternalMatchExit.PREEMPTION
+        if not output.preempted and not self.paused:
+            left = self._schedule_waiting(output, budget)
+        self.matches.end_step(left, self.loads)
+        if self._released_rows:
+            output.released_rows, self._released_rows = self._released_rows, []
+        if self.quirks.publishes_when_scheduled:
+            for request in output.requests:
+                if request.num_scheduled_tokens >= request.publish_at:
+                    self.kv.publish(request, min(request.num_scheduled_tokens, len(request.token_ids)))
+        return output
+
+    def _step_budget(self) -> int:
+        """Tokens of this step, with those that an earlier one's hits spared and the ranks can take."""
+        given_back = min(self.spared_tokens, self.config.max_tokens_of_ranks - self.config.max_tokens_per_step)
+        self.counts.given_back += given_back
+        self.spared_tokens = 0
+        return self.config.max_tokens_per_step + given_back
+
+    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+        running = self.running
+        requests, starts, counts, epochs = output.requests, output.starts, output.counts, output.epochs
+        index = 0
+        while index < len(running):
+            request = running[index]
+            start = request.num_scheduled_tokens
+            tokens = request.num_expected_tokens - start
+            if request.loaded_ahead:
+                tokens = self._up_to_loaded(request, tokens)
+                start = request.num_scheduled_tokens
+            if tokens > budget:
+                tokens = budget
+            if tokens <= 0:
+                index += 1
+                continue
+            if tokens > 1 and self._aligns:
+                tokens = self.kv.aligned(start, tokens, len(request.token_ids))
+            end = start + tokens
+            if end > request.capacity:
+                budget += self._make_room(request, end, output)
+                if request.status is not RequestStatus.RUNNING:
+                    break
+                index = running.index(request) if output.preempted else index
+                output.grown.append((request, start))
+            requests.append(request)  # `output.add`, spelled out: this is the hottest line of the engine
+            starts.append(start)
+            counts.append(tokens)
+            epochs.append(request.epoch)
+            budget -= tokens
+            request.num_scheduled_tokens = end
+            if end == request.num_expected_tokens < request.stop_at - 1:
+                request.num_expected_tokens = end + 1
+            index += 1
+        return budget
+
+    def _up_to_loaded(self, request: Request, tokens: int) -> int:
+        """Skip ranges that arrived after a failed one once that is computed; until then never compute them."""
+        start = request.num_scheduled_tokens
+        while request.loaded_ahead and request.loaded_ahead[0][0] <= start:
+            if request.num_computed_tokens < start:
+                return 0  # the failed range is being computed
+            end = min(request.loaded_ahead.pop(0)[1], len(request.token_ids) - 1)
+            if end > start:
+                self.counts.external_hits += end - start
+                request.note_hit(start, end)
+                tokens -= end - start
+                start = request.num_scheduled_tokens = request.num_computed_tokens = end
+        if request.loaded_ahead:
+            tokens = min(tokens, request.loaded_ahead[0][0] - start)
+        return tokens
+
+    def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> int:
+        """Grow the request, preempting the least important running requests, possibly itself; returns budget freed."""
+        given_back = 0
+        while (new := self.kv.grow(request, request.num_scheduled_tokens, num_tokens)) is None:
+            victim = max(self.running, key=self._rank) if self._by_priority else self.running[-1]
+            if victim is request and self._reclaim(request):
+                continue
+            self.running.remove(victim)
+            given_back += output.remove(victim)
+            output.grown = [entry for entry in output.grown if entry[0] is not victim]
+            self.preempt(victim)
+            output.preempted.append(victim)
+            if victim is request:
+                break
+        output.new_block_ids += new or ()
+        return given_back
+
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> ExternalMatchExit:
+        """Returns why requests that are left in the queue were not looked at."""
+        self._encoder_budget = self.quirks.encoder_tokens_per_step or 0
+        position = 0
+        while position < len(self.waiting):
+            if budget <= 0 or len(self.running) >= self.config.max_running:
+                return ExternalMatchExit.BUDGET if budget <= 0 else ExternalMatchExit.MAX_RUNNING
+            request = self.waiting[position]
+            verdict = self._admit(request, output, budget)
+            if verdict is Admission.BLOCKED:
+                break
+            if verdict is Admission.SKIPPED:
+                position += 1
+                continue
+            self.waiting.remove(request)
+            if request.status is RequestStatus.RUNNING:
+                budget -= output.counts[-1]
+        return ExternalMatchExit.NOT_REACHED
+
+    def _gate(self, request: Request) -> ExternalMatchExit | None:
+        """Why the request is passed over without a look at its prefix."""
+        if request.ready_step > self.step or self._is_still_loading(request):
+            return ExternalMatchExit.BLOCKED
+        too_many = too_many_adapters(self.running, self.config.max_adapters, request)
+        return ExternalMatchExit.LORA_LIMIT if too_many else None
+
+    def _is_still_loading(self, request: Request) -> bool:
+        """Whether a preempted request waits for its load's settlement: a request has one plan at a time."""
+        return request.request_id in self.loads and not self.quirks.trusts_sync_loads
+
+    # One admission, from the match to the commit
+
+    def _admit(self, request: Request, output: SchedulerOutput, budget: int) -> Admission:
+        if (gate := self._gate(request)) is not None:
+            self.matches.postpone(request, gate)
+            return Admission.SKIPPED
+        if request.block_ids:  # back from an asynchronous load
+            return self._admit_loaded(request, output, budget)
+        hit = self.kv.find_hit(request)
+        local = hit.num_tokens
+        match = self._probe(request, local)
+        if match is None:
+            return Admission.SKIPPED
+        hit, external = rewritten(self.quirks, request, hit, match, shortens=self.kv.reads_all)
+        local, asynchronous = hit.num_tokens, match.load_kv_async and external > 0
+        known = len(request.token_ids)
+        if request.encoder_ready_step > self.step:
+            return self._decline(request, match, ExternalMatchExit.ENCODER, Admission.SKIPPED)
+        tokens = 0
+        if not asynchronous:
+            tokens = self._part(local + external, known, budget)
+            needs = known - local - external, request.encoder_tokens
+            reason = obstacle(
+                self.quirks, self.step, needs, (budget, self._encoder_budget), self.config.chunked_prefill
+            )
+            if reason is not None:
+                skip = reason is ExternalMatchExit.ENCODER and self.quirks.skips_over_encoder
+                return self._decline(request, match, reason, Admission.SKIPPED if skip else Admission.BLOCKED)
+        new = self._allocate(request, hit, local + external + tokens, external)
+        if new is None:
+            return self._decline(request, match, ExternalMatchExit.NO_BLOCKS, Admission.BLOCKED)
+        self._encoder_budget -= request.encoder_tokens
+        taken = self._commit(request, match, local, external, asynchronous)
+        if taken < external and not asynchronous:
+            tokens = self._part(local + taken, known, budget)
+        request.num_computed_tokens = local
+        request.num_inflight_external_tokens = taken
+        if asynchronous and taken:
+            self._note_local_hit(request, local)
+            output.new_block_ids += new
+            request.num_scheduled_tokens = local
+            request.status = RequestStatus.WAITING_FOR_LOAD
+            return Admission.ADMITTED
+        if asynchronous:
+            tokens = min(self._part(local, known, budget), request.capacity - local)
+        more = self.kv.grow(request, local + taken, local + taken + tokens) if taken < external else []
+        if more is None:  # no blocks to compute what was to be loaded
+            self.kv.free(request)
+            request.rewind(0)
+            return Admission.BLOCKED
+        self._note_local_hit(request, local)
+        output.new_block_ids += new + more
+        if self.quirks.trusts_sync_loads:
+            request.num_computed_tokens = local + taken
+            request.num_inflight_external_tokens = 0
+        self._run(request, output, local + taken, tokens)
+        return Admission.ADMITTED
+
+    def _note_local_hit(self, request: Request, tokens: int) -> None:
+        self.counts.local_hits += tokens
+        request.note_hit(0, tokens)
+
+    def _admit_loaded(self, request: Request, output: SchedulerOutput, budget: int) -> Admission:
+        tokens = len(request.token_ids) - request.num_scheduled_tokens
+        if request.loaded_ahead:
+            tokens = self._up_to_loaded(request, tokens)
+        if not self.config.chunked_prefill and tokens > budget:
+            return Admission.BLOCKED
+        start = request.num_scheduled_tokens
+        tokens = self._part(start, start + tokens, budget)
+        keep_free = self.quirks.keeps_free_blocks if self.running else 0
+        while (new := self.kv.grow(request, start, start + tokens, keep_free)) is None:
+            if not self._reclaim(request):
+                return Admission.BLOCKED
+        output.new_block_ids += new
+        self._run(request, output, start, tokens)
+        return Admission.ADMITTED
+
+    def _part(self, start: int, known: int, budget: int) -> int:
+        """How many of a prompt's tokens from `start` on one step computes."""
+        tokens = min(known - start, budget)
+        return self.kv.aligned(start, tokens, known) if self._aligns else tokens
+
+    def _run(self, request: Request, output: SchedulerOutput, start: int, tokens: int) -> None:
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        output.started.append(request)
+        output.add(request, start, tokens)
+        request.num_scheduled_tokens = start + tokens
+        if start + tokens == request.num_expected_tokens < request.stop_at - 1:
+            request.num_expected_tokens += 1
+
+    def _probe(self, request: Request, local: int) -> ExternalKVMatch | None:
+        if not (request.may_load or self.quirks.probes_unwilling_requests):
+            return ExternalKVMatch(0)
+        match = self.matches.prepare(request, local)
+        if match is not None:
+            room = len(request.token_ids) - 1 - local
+            whole = self.kv.reads_all or (local + match.num_tokens) % self.kv.group_set.alignment == 0
+            if not 0 <= match.num_tokens <= room or (match.num_tokens and not whole):
+                raise PactViolation(
+                    f"P6: request {request.request_id} of {len(request.token_ids)} tokens, {local} of them computed, "
+                    f"was promised {match.num_tokens} more; at most {room} leave one to compute"
+                )
+        return match
+
+    def _allocate(self, request: Request, hit: LocalHit, end: int, external: int) -> list[int] | None:
+        keep_free = self.quirks.keeps_free_blocks if self.running else 0
+        if self.quirks.admits_only_whole_prompts:
+            keep_free += self.config.blocks_for(len(request.token_ids)) - self.config.blocks_for(end)
+        follows = self.quirks.windows_follow_loads
+        while (new := self.kv.admit(request, hit, end, external, keep_free, follows_load=follows)) is None:
+            if not self._reclaim(request):
+                return None
+        return new
+
+    def _reclaim(self, wanting: Request) -> bool:
+        """If no other request runs, free the loaded blocks of a queued request, so that no request waits forever."""
+        if any(request is not wanting for request in self.running):
+            return False
+        for holder in reversed(self.waiting):
+            if holder is not wanting and holder.block_ids:
+                self.kv.free(holder)
+                holder.rewind(0)
+                return True
+        return False
+
+    def _commit(self, request: Request, match: ExternalKVMatch, local: int, external: int, asynchronous: bool) -> int:
+        """Commit `external` tokens of the match; returns how many tokens the cache will load."""
+        if self.cache is None or match.num_tokens == 0:
+            return 0
+        if external == 0 and not self.quirks.commits_zero:
+            self.matches.drop(request, ExternalMatchExit.DECLINED)
+            return 0
+        load = Load(request, local, external, asynchronous)
+        if asynchronous and self.quirks.commits_async_late:
+            self.late_commits.append((request, match, load))
+            self.loads[request.request_id] = load
+            return external
+        accepted = self.cache.commit_external_match(request, match, external, tuple(request.block_ids[0]))
+        if self.quirks.ignores_commit_answer:
+            accepted = external
+        elif not 0 <= accepted <= external or (accepted not in (0, external) and not self.kv.reads_all):
+            raise PactViolation(
+                f"request {request.request_id}: {external} tokens were committed, the cache accepts {accepted}"
+            )
+        if not accepted and external:
+            self.matches.drop(request, ExternalMatchExit.REFUSED)
+        self.matches.committed(request)
+        if accepted:
+            load.num_tokens = accepted
+            self.loads[request.request_id] = load
+            self.counts.commits += 1
+            self.counts.committed += accepted
+        return accepted
+
+    def commit_late(self) -> None:
+        """Make the asynchronous commits that were delayed until the step's results are applied."""
+        late, self.late_commits = self.late_commits, []
+        for request, match, load in late:
+            if load.void or self.cache is None:
+                del self.loads[request.request_id]
+                self.kv.free(request)
+                if not request.has_ended:
+                    request.rewind(0)
+                    self.resume(request)
+                continue
+            self.matches.committed(request)
+            self.cache.commit_external_match(request, match, load.num_tokens, tuple(request.block_ids[0]))
+            self.counts.commits += 1
+            self.counts.committed += load.num_tokens
+
+    def _decline(
+        self, request: Request, match: ExternalKVMatch, reason: ExternalMatchExit, verdict: Admission
+    ) -> Admission:
+        """Count the reason why the request is not admitted; its match may be prepared again."""
+        if match.num_tokens:
+            self.counts.declined[reason] += 1
+            self.matches.postpone(request, reason)
+        return verdict

@@ -1,0 +1,405 @@
+"""Lazy saving: what the engine is about to evict is saved, nothing else, whatever happens to its free queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pact import pact_engine
+
+from kvpact.cache.cache import PactCache
+from kvpact.cache.jobs import TransferJobs
+from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, LazyOffload
+from kvpact.cache.lazy_sides import OffloadRun
+from kvpact.contract import KVCacheBlockView
+from kvpact.identity.keys import BlockKey
+from kvpact.index.block_index import ROOT, BlockIndex
+from kvpact_testkit.engine import Engine, EngineConfig, EngineQuirks, Request
+
+BLOCK = 4
+PROMPT = 8
+"""Blocks of a prompt."""
+
+
+def prompt(seed: int, blocks: int = PROMPT) -> list[int]:
+    return [1_000 * (seed + 1) + place for place in range(blocks * BLOCK + 1)]
+
+
+def lazy_engine(
+    num_blocks: int = 64, num_slots: int = 64, quirks: EngineQuirks | None = None, **more: object
+) -> Engine:
+    return pact_engine(
+        EngineConfig(num_blocks=num_blocks, block_size=BLOCK), quirks, num_slots=num_slots, **{"save": "lazy", **more}
+    )
+
+
+def cache_of(engine: Engine) -> PactCache:
+    return cast(PactCache, engine.cache)
+
+
+def saved(engine: Engine) -> float:
+    return cache_of(engine).observe()["saved_blocks"]
+
+
+def memo_of(engine: Engine) -> LazyOffload:
+    memo = cache_of(engine).saves.lazy
+    assert memo is not None
+    return memo
+
+
+def run(engine: Engine, *seeds: int) -> list[Request]:
+    requests = [Request(f"{engine.counts.steps}-{seed}", prompt(seed), 2) for seed in seeds]
+    for request in requests:
+        engine.run([request])
+    return requests
+
+
+MODES = ["native", "vllm-0.32"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_saved_while_there_is_room(mode: str) -> None:
+    engine = lazy_engine(quirks=EngineQuirks.presets()[mode])
+    run(engine, 0, 1, 2, 0, 1, 2)
+    assert saved(engine) == 0
+    assert engine.counts.local_hits == 3 * PROMPT * BLOCK
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_evicted_was_saved_before(mode: str) -> None:
+    engine = lazy_engine(quirks=EngineQuirks.presets()[mode])
+    seeds = range(20)  # 160 blocks through 63
+    run(engine, *seeds)
+    evicted = engine.scheduler.kv.pool.evictions
+    assert evicted > 60
+    assert evicted <= saved(engine) < 20 * PROMPT, "all of what was evicted, and not what is still there"
+    computed = engine.counts.computed
+    run(engine, *reversed(range(14, 20)))
+    assert engine.counts.computed - computed < 6 * 3 * BLOCK, "the last ones come from the engine or from the cache"
+    engine.check_nothing_held()
+
+
+def test_a_saved_block_is_evicted_first_and_the_others_keep_their_turn() -> None:
+    """What was saved is at the head of the queue again: saving what is next never makes something else next."""
+    engine = lazy_engine()
+    run(engine, *range(7))
+    steps = engine.counts.steps
+    before = saved(engine)
+    assert 0 < before <= 3 * PROMPT, "16 blocks are looked after, and a chain is saved whole; 56 are in the engine"
+    while engine.has_work:
+        engine.step()
+    for _ in range(200):
+        engine.step()
+    assert engine.counts.steps > steps
+    assert saved(engine) == before, "an idle engine saves what is next once, not its whole pool in turn"
+    head = [view.block_id for view in engine.context.iter_free_blocks()][:8]
+    assert all(
+        (entry := memo_of(engine).content_of(block)) is None or entry.key in cache_of(engine).index for block in head
+    )
+
+
+def test_a_chain_is_saved_up_to_the_block_that_leaves() -> None:
+    """A shared head is in use by others and far from eviction; the end behind it is saved with it."""
+    engine = lazy_engine(num_blocks=40)
+    stem = prompt(0, 4)[:-1]
+    run_of = [Request(f"r{n}", [*stem, *prompt(n, 4)], 1) for n in range(6)]
+    for request in run_of:
+        engine.run([request])
+    index = cache_of(engine).index
+    index.check()
+    assert 0 < index.held_count == len(index)
+    assert engine.counts.local_hits >= 5 * 4 * BLOCK, "the shared head was never evicted"
+
+
+@pytest.mark.parametrize("mode", EngineQuirks.presets())
+def test_h57_the_memo_is_bounded_by_the_engines_blocks(mode: str) -> None:
+    engine = lazy_engine(num_blocks=24, num_slots=8, quirks=EngineQuirks.presets()[mode])
+    for seed in range(40):
+        engine.add_request(Request(f"r{seed}", prompt(seed, 1 + seed % 9), 1 + seed % 5))
+        engine.step()
+        if seed % 7 == 0:
+            engine.cancel(f"r{seed}")
+        assert len(memo_of(engine)) <= 23
+        memo_of(engine).check()
+    engine.run()
+    assert len(memo_of(engine)) <= 23
+    assert not memo_of(engine).known_requests, "nothing is kept of requests that have ended"
+
+
+@pytest.mark.parametrize("mode", EngineQuirks.presets())
+def test_h30_a_block_that_is_not_full_is_not_saved(mode: str) -> None:
+    """Prompts end inside a block, and outputs fill it or do not: only whole blocks are ever named."""
+    engine = lazy_engine(num_blocks=32, quirks=EngineQuirks.presets()[mode])
+    named: list[OffloadRun] = []
+    due = memo_of(engine).due
+    memo_of(engine).due = lambda taken: (named.append(chain) or chain for chain in due(taken))  # type: ignore[method-assign,func-returns-value]
+    prompts = {f"r{n}": [1_000 * (n + 1) + place for place in range(14 + n % 4)] for n in range(24)}
+    outputs = {name: 1 + len(tokens) % 3 for name, tokens in prompts.items()}
+    for name, tokens in prompts.items():
+        engine.run([Request(name, tokens, outputs[name])])
+    assert named
+    for chain in named:
+        full = (len(prompts[chain.request_id]) + outputs[chain.request_id] - 1) // BLOCK
+        assert len(chain.keys) <= full
+    engine.check_nothing_held()
+
+
+def test_what_was_computed_from_a_failed_load_is_not_saved() -> None:
+    """Neither for the request that loaded, nor for one that saves the same chain lazily."""
+    copies, index = TransferJobs(1, 1.0), BlockIndex(8)
+    keys = [b"one", b"two", b"three"]
+    slots = index.reserve(keys, 0, 3)
+    assert slots is not None
+    for request, start in (("loader", 0), ("lazy", 2), ("other", 0)):
+        mine = keys if request != "other" else [b"one", b"else", b"three"]
+        copies.order_save(request, start, slots.slots[start:], (5, 6, 7)[start:], mine, index.pin(b"one"), 0.0)
+    copies.invalidate("loader", b"two", 1)
+    assert {save.job.request_id: save.garbage_from == 1 for save in copies.saves.values()} == {
+        "loader": True,
+        "lazy": True,
+        "other": False,
+    }
+
+
+def test_a_reset_forgets_what_the_engine_holds() -> None:
+    engine = lazy_engine(num_blocks=40)
+    run(engine, 0, 1, 2)
+    engine.update_weights()
+    assert len(memo_of(engine)) == 0
+    before = saved(engine)
+    run(engine, 3)
+    run(engine, 0, 1)
+    assert saved(engine) >= before
+    engine.check_nothing_held()
+
+
+def test_what_cannot_be_saved_does_not_keep_the_engine_stepping() -> None:
+    """The arena has 4 slots and the window 16 blocks: some are lost, and the engine comes to rest."""
+    engine = lazy_engine(num_blocks=24, num_slots=4)
+    run(engine, *range(6))
+    assert not engine.has_work
+    assert saved(engine) < 6 * PROMPT, "chains do not push each other out of the arena again and again"
+
+
+def test_without_a_free_queue_blocks_are_saved_as_they_are_computed(caplog: pytest.LogCaptureFixture) -> None:
+    class Holder:
+        def get_block(self, block_id: int) -> KVCacheBlockView:
+            return engine.context.get_block(block_id)
+
+        def touch(self, block_ids: object) -> None:
+            engine.context.touch(block_ids)  # type: ignore[arg-type]
+
+        def free_blocks(self, block_ids: object, *, evict_first: bool = False) -> None:
+            engine.context.free_blocks(block_ids)  # type: ignore[arg-type]
+
+    engine = lazy_engine()
+    cache_of(engine).bind_scheduler_context(Holder())  # type: ignore[arg-type]
+    assert "does not show its free queue" in caplog.text
+    run(engine, 0)
+    assert saved(engine) == PROMPT
+
+
+# The cursor, on a queue that does what it likes
+
+
+class Queue:
+    """A free queue of numbers with its views counted: blocks are published under the hash of what is in them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = list(range(1, num_blocks))
+        self.content: dict[int, bytes | None] = dict.fromkeys(range(num_blocks))
+        self.held: list[int] = []
+        self.views = 0
+        self.walked: list[int] = []
+        """The blocks of the last walk, in its order."""
+
+    def cursor(self) -> int | None:
+        """The last block of the last walk that is still free: a walk that goes on does so after it."""
+        return next((block_id for block_id in reversed(self.walked) if block_id in self.free), None)
+
+    def get_block(self, block_id: int) -> KVCacheBlockView:
+        self.views += 1
+        return KVCacheBlockView(block_id, block_id not in self.free, block_id == 0, self.content[block_id], 0)
+
+    def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
+        from kvpact.errors import PactViolation
+
+        if after_block is not None and after_block not in self.free:
+            raise PactViolation("not in the free queue")
+        start = 0 if after_block is None else self.free.index(after_block) + 1
+        self.walked = []
+        for block_id in self.free[start : start + VIEWS_PER_STEP]:
+            self.walked.append(block_id)
+            yield self.get_block(block_id)
+
+    def get_block_ids(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        return ((),)
+
+    def waiting_requests(self) -> tuple[str, ...]:
+        return ()
+
+    def touch(self, block_ids: object) -> None:
+        raise NotImplementedError
+
+    def free_blocks(self, block_ids: object, *, evict_first: bool = False) -> None:
+        raise NotImplementedError
+
+
+class Scene:
+    """The memo and the cursor alone, over a queue; saves are done at once or later."""
+
+    def __init__(self, num_blocks: int, window: int, num_slots: int = 4096) -> None:
+        self.queue = Queue(num_blocks)
+        self.index = BlockIndex(num_slots)
+        self.lazy = LazyOffload(self.queue, self.index, window)
+        self.saving: list[tuple[OffloadRun, tuple[int, ...]]] = []
+        self.numbers = 0
+        self.lost = 0
+
+    def compute(self, blocks: int) -> None:
+        """A request takes blocks from the head, computes a chain of its own, and ends."""
+        taken, self.queue.free = self.queue.free[:blocks], self.queue.free[blocks:]
+        keys: list[BlockKey] = []
+        for block in taken:
+            entry = self.lazy.content_of(block)
+            self.lost += entry is not None and self.queue.content[block] is not None and entry.key not in self.index
+            self.numbers += 1
+            keys.append(b"key%d" % self.numbers)
+            self.queue.content[block] = b"hash%d" % self.numbers
+        self.lazy.note(f"r{self.numbers}", keys, 0, len(keys), taken)
+        self.queue.free += taken[::-1]
+        self.lazy.request_finished(f"r{self.numbers}")
+
+    def step(self, taken: int = 0) -> None:
+        """One step: what is due is held; what it says must be true."""
+        views = self.queue.views
+        blocks = 0
+        for chain in self.lazy.due(taken):
+            assert len(chain.keys) == chain.start + len(chain.block_ids)
+            for key, parent in zip(chain.keys, [ROOT, *chain.keys], strict=False):
+                if key in self.index:
+                    assert parent == ROOT or parent in self.index
+            for key, block in zip(chain.keys[chain.start :], chain.block_ids, strict=True):
+                assert self.queue.content[block] == key.replace(b"key", b"hash"), "the block holds something else"
+            reservation = self.index.reserve(chain.keys, chain.start, len(chain.keys))
+            if reservation is None:
+                continue
+            self.queue.free = [block for block in self.queue.free if block not in chain.block_ids]
+            self.saving.append((chain, reservation.slots))
+            self.lazy.saving(len(chain.block_ids))
+            blocks += len(chain.block_ids)
+        assert blocks <= SAVES_PER_STEP
+        assert self.queue.views - views <= VIEWS_PER_STEP * 2 + SAVES_PER_STEP * 2, "P11: the work of a step is bounded"
+        self.lazy.check()
+        self.index.check()
+
+    def end_saves(self) -> None:
+        """The copies are done."""
+        for chain, slots in self.saving:
+            self.index.complete(slots)
+            first = [block for block in reversed(chain.block_ids) if block in chain.leaving]
+            last = [block for block in reversed(chain.block_ids) if block not in chain.leaving]
+            self.queue.free = [*first, *self.queue.free, *last]
+            self.lazy.saved(len(chain.block_ids))
+        self.saving.clear()
+
+    def settle(self) -> None:
+        """Step until nothing stirs."""
+        for _ in range(400):
+            self.step()
+            self.end_saves()
+            if not self.lazy.dirty:
+                return
+        raise AssertionError("the walk never ends")
+
+    def unsaved_at_the_head(self, window: int) -> list[int]:
+        """Known blocks near eviction, still valid, that are not stored although they could be."""
+        return [
+            block
+            for block in self.queue.free[:window]
+            if (entry := self.lazy.content_of(block)) is not None
+            and entry.block_hash == self.queue.content[block]
+            and entry.key not in self.index
+            and not entry.offered
+        ]
+
+
+TROUBLE = st.sampled_from(["compute", "take out", "free again", "move", "reset", "step", "end saves", "reverse"])
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(TROUBLE, st.integers(0, 400)), max_size=40), st.sampled_from([8, 40, 300]))
+def test_the_cursor_survives_whatever_happens_to_the_queue(trouble: list[tuple[str, int]], window: int) -> None:
+    scene = Scene(500, window)
+    out: list[int] = []
+    for what, number in trouble:
+        free = scene.queue.free
+        cursor = scene.queue.cursor()
+        if what == "compute":
+            scene.compute(1 + number % 40)
+        elif what == "take out" and free:
+            out.append(free.pop(free.index(cursor) if cursor in free else number % len(free)))
+        elif what == "free again" and out:
+            free.append(out.pop())
+        elif what == "move" and cursor in free:
+            free.remove(cursor)
+            free.append(cursor)
+        elif what == "reset":
+            scene.queue.content = dict.fromkeys(scene.queue.content)
+        elif what == "reverse":
+            free.reverse()
+        elif what == "end saves":
+            scene.end_saves()
+        else:
+            scene.step(number % 20)
+    scene.queue.free += out
+    scene.lazy.dirty = True
+    scene.settle()
+    scene.lazy.dirty = True
+    scene.settle()
+    assert not scene.unsaved_at_the_head(window)
+    assert len(scene.lazy) < 500
+
+
+def test_every_block_is_saved_in_time_at_a_steady_pace() -> None:
+    scene = Scene(400, 16)
+    for _ in range(100):
+        scene.compute(10)
+        scene.step(10)
+        scene.end_saves()
+    assert scene.lost == 0
+    assert scene.numbers == 1000
+
+
+def test_a_chain_longer_than_a_steps_work_is_saved_over_several_steps() -> None:
+    scene = Scene(4000, 64)
+    scene.compute(3000)
+    del scene.queue.free[: 4000 - 3000 - 1]
+    scene.lazy.dirty = True
+    scene.settle()
+    assert scene.index.held_count > 2900, "its end is next, so all that it needs is saved, its head first"
+
+
+def test_a_long_chain_without_its_head_is_given_up_at_once() -> None:
+    """P11: it is gone through once, not once for each of its blocks."""
+    scene = Scene(1000, 300)
+    scene.compute(900)
+    del scene.queue.free[:99]
+    head = scene.queue.free[-1]
+    scene.lazy.invalidate_blocks([head])
+    scene.queue.content[head] = None
+    scene.step()
+    assert len(scene.lazy) == 0
+    assert len(scene.index) == 0
+
+
+def test_what_stands_behind_a_lost_block_is_not_saved() -> None:
+    scene = Scene(64, 64)
+    scene.compute(10)
+    scene.queue.content[scene.queue.free[-4]] = b"something else"
+    scene.queue.free.reverse()
+    scene.settle()
+    assert scene.index.held_count == 3, "the chain is whole only as far as the block before the lost one"

@@ -1,0 +1,176 @@
+"""The driver on the vLLM that is installed: `PactConnector` keeps every scenario, broken connectors are caught."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from kvpact.errors import ConfigError
+from kvpact.vllm.compat.objects import connectors_of
+from kvpact_testkit.results import Check, ConformanceReport, Verdict, as_text
+from kvpact_testkit.vllm.compat import EngineSettings
+from kvpact_testkit.vllm.driver import SCENARIOS, VllmDriver
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import Harness, prompt, under_multi_connector
+from kvpact_testkit.vllm.scenarios import Scenario
+from kvpact_testkit.vllm.scenarios_context import CONTEXTS
+
+PACT = "kvpact.vllm:PactConnector"
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "synchronous": {"memory": "1MiB", "model_id": "testkit"},
+    "asynchronous": {"memory": "1MiB", "model_id": "testkit", "sync_load_budget": 0},
+    "disk": {"memory": "256KiB", "model_id": "testkit", "tiers": ["disk:///{folder}?capacity=4MiB"]},
+    "short of everything": {
+        "memory": "160KiB",
+        "model_id": "testkit",
+        "sync_load_budget": "32KiB",
+        "plan_lifetime": "20ms",
+        "tiers": ["disk:///{folder}?capacity=1MiB"],
+    },
+}
+"""The testkit's blocks are 4 KiB a rank, so that 1 MiB holds 256 of them."""
+
+NEEDS_A_TIER = {
+    "h22_flipped_bytes_are_not_served",
+    "h22_truncated_files_are_a_miss",
+    "h22_missing_files_are_a_miss",
+    "restart_finds_what_was_stored",
+}
+NEEDS_ASYNCHRONOUS_LOADS = {
+    "h07_cancelled_while_its_load_runs",
+    "h41_each_rank_fails_another_block",
+    "h43_one_rank_loads_all_and_the_other_nothing",
+}
+NEEDS_SYNCHRONOUS_LOADS = {"draft_model_wants_the_rest_of_the_prompt"}
+"""An asynchronous load is taken whatever the step computes."""
+NEEDS_ANOTHER_RELEASE = {"commits_come_with_the_next_output"}
+"""0.33; see `test_vllm_releases.py`."""
+NOT_OBSERVABLE = {
+    "synchronous": NEEDS_ANOTHER_RELEASE | NEEDS_A_TIER | NEEDS_ASYNCHRONOUS_LOADS,
+    "asynchronous": NEEDS_ANOTHER_RELEASE | NEEDS_A_TIER | NEEDS_SYNCHRONOUS_LOADS,
+    "disk": NEEDS_ANOTHER_RELEASE | NEEDS_ASYNCHRONOUS_LOADS,
+    "short of everything": NEEDS_ANOTHER_RELEASE,
+}
+
+
+def _said(check: Check) -> str:
+    return as_text(ConformanceReport(PACT, "", (check,)))
+
+
+def _test_of(scenario: Scenario) -> Callable[[str], None]:
+    @pytest.mark.parametrize("configuration", CONFIGURATIONS)
+    def test(configuration: str) -> None:
+        check = VllmDriver(PACT, CONFIGURATIONS[configuration]).check(scenario)
+        unseen = scenario.name in NOT_OBSERVABLE[configuration]
+        assert check.verdict is (Verdict.NOT_OBSERVABLE if unseen else Verdict.KEPT), _said(check)
+
+    test.__doc__ = scenario.meaning
+    return test
+
+
+for _scenario in (
+    one for one in SCENARIOS if one not in CONTEXTS
+):  # those about the context: `test_scheduler_context.py`
+    globals()[f"test_{_scenario.name}"] = _test_of(_scenario)
+
+# What each broken connector is caught with: the scenario, the property that is named, and its configuration.
+LATER = {"asynchronous": True}
+BROKEN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "NaiveConnector": ("h01_lookups_that_are_not_committed", "P1", {}),
+    "MatchesTheWholePrompt": ("h06_match_of_the_whole_prompt", "H13", {}),
+    "DecidesAfterThePromise": ("h05_small_matches_are_loaded", "P2", {}),
+    "KeepsItsFirstPlan": ("h03_local_hit_changes_between_lookups", "P2", {}),
+    "IgnoresSmallerCommits": ("h04_fewer_tokens_are_committed", "H13", LATER),
+    "IgnoresTenants": ("h24_tenants_share_nothing", "P2", {}),
+    "IgnoresSkipReading": ("h04_prompt_logprobs_need_the_whole_prompt", "P4", {}),
+    "IgnoresThePrefix": ("h20_same_tokens_behind_another_prefix", "P2", {}),
+    "TrustsTheFirstRank": ("h40_silent_rank_saves_nothing", "P2", {}),
+    "SavesWhatIsNotComputed": ("chunked_prefill_is_stored_whole", "P2", {}),
+    "ServesOldWeights": ("h32_new_weights_make_old_blocks_useless", "P2", {}),
+    "ForgetsRequestsThatEnd": ("h44_report_of_a_request_that_just_ended", "H44", {}),
+    "ReportsTwice": ("h08_loads_are_reported_once", "H13", LATER),
+    "NeverReports": ("stores_and_loads", "P11", LATER),
+    "AsksForMoreTime": ("stores_and_loads", "P11", {}),
+    "ReportsEarly": ("h29_nothing_is_published_before_it_is_there", "P2", LATER),
+    "FailsForEver": ("stores_and_loads", "P11", LATER),
+    "Raises": ("cancelled_before_it_is_seen", "H13", {}),
+    "HoldsBlocks": ("stores_and_loads", "P1", {}),
+    "NeverRests": ("stores_and_loads", "P11", {}),
+    "DamagesBlocks": ("stores_and_loads", "P2", {}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_connectors_are_caught_by_name(name: str) -> None:
+    """Each mistake is found, under the property that it breaks, with a script."""
+    scenario, broken, config = BROKEN[name]
+    report = VllmDriver(f"broken_connectors:{name}", config, timeout=5.0).run([scenario])
+    (check,) = report.checks
+    assert check.verdict is Verdict.BROKEN, as_text(report)
+    assert broken in {violation.broken for violation in check.violations}, as_text(report)
+    assert check.script
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_simple_connector_breaks_nothing(asynchronous: bool) -> None:
+    """What the broken connectors are made of is right: the mistake that is found is the one that was made."""
+    config = {"asynchronous": asynchronous}
+    report = VllmDriver("kvpact_testkit.vllm.simple_connector:SimpleConnector", config).run()
+    assert not report.broken, as_text(report)
+    assert sum(check.verdict is Verdict.KEPT for check in report.checks) >= 30
+
+
+def another_connector_loses_a_block(harness: Harness) -> None:
+    """Under MultiConnector the first one loads, and fails; what the engine computed from that is in its blocks."""
+    first = {"kv_connector": "LosesOnce", "kv_connector_module_path": "broken_connectors"}
+    with harness.engine(under_multi_connector(first, harness.subject.transfer(harness.folder))) as engine:
+        tokens = prompt(1, 10)
+        harness.store(engine, tokens)
+        engine.connector.reset_cache()  # kvpact forgets it as well; the first one is to have it again alone
+        harness.store(engine, prompt(2, 1))
+        (_, losing, _) = connectors_of(engine.connector)
+        losing.generation -= 1
+        engine.add("again", [*tokens, *prompt(3, 4)])
+        harness.finish(engine)
+        assert engine.observed.committed_tokens("again")
+        harness.forget(engine)
+        engine.add("after", [*tokens, *prompt(3, 4), 5])
+        harness.finish(engine)
+        harness.require_promise(engine, "after")
+
+
+@pytest.mark.parametrize("configuration", ["synchronous", "asynchronous"])
+def test_h48_garbage_of_another_connector_is_not_stored(configuration: str) -> None:
+    scenario = Scenario("h48", ("P9", "H48"), "", another_connector_loses_a_block)
+    check = VllmDriver(PACT, CONFIGURATIONS[configuration]).check(scenario)
+    assert check.verdict is Verdict.KEPT, _said(check)
+
+
+def test_two_pact_connectors_in_one_engine_are_refused() -> None:
+    """MultiConnector gives both the first one's arena: the second would store that one's bytes under its own keys."""
+    child = {
+        "kv_connector": "PactConnector",
+        "kv_connector_module_path": "kvpact.vllm",
+        "kv_connector_extra_config": CONFIGURATIONS["synchronous"],
+        "kv_role": "kv_both",
+    }
+    transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [child, child]}}
+    with pytest.raises(ConfigError, match="this engine has a PactConnector already"):
+        VllmEngine(EngineSettings(), transfer, lambda line: None)
+
+
+def test_another_connectors_handshake_is_a_clear_error() -> None:
+    """MultiConnector hands the first handshake to all: behind a connector that shakes hands kvpact cannot start."""
+    connector = VllmEngine(
+        EngineSettings(),
+        {
+            "kv_connector": "PactConnector",
+            "kv_connector_module_path": "kvpact.vllm",
+            "kv_connector_extra_config": CONFIGURATIONS["synchronous"],
+        },
+        lambda line: None,
+    ).connector
+    with pytest.raises(ConfigError, match="put PactConnector before the other connectors"):
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})

@@ -1,0 +1,78 @@
+"""`PactConnector` on the other releases: each from its wheel's Python files, in its own process."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from kvpact_testkit.results import Verdict, as_text
+from kvpact_testkit.vllm.driver import SCENARIOS
+from kvpact_testkit.vllm.releases import RELEASES, installed_release, run_on_release
+
+# Small matches are loaded inside the step, larger ones later, and most come from disk: every path of the connector.
+CONFIG = {
+    "memory": "160KiB",
+    "model_id": "testkit",
+    "sync_load_budget": "32KiB",
+    "plan_lifetime": "20ms",
+    "tiers": ["disk:///{folder}?capacity=1MiB"],
+}
+
+
+FIRST_WITH = {
+    "window_is_computed_again": "0.31.0",
+    "commits_come_with_the_next_output": "0.33.0",
+}
+"""The scenarios that need something of vLLM's scheduler, and the first release that has it."""
+
+
+def not_there(release: str) -> set[str]:
+    """What the release's scheduler cannot do yet."""
+    return {name for name, first in FIRST_WITH.items() if release < first}
+
+
+OTHERS = [release for release in RELEASES if release != installed_release()]
+ENDS = (OTHERS[0], OTHERS[-1])
+"""Of vLLM's own scheduler those between are run in the soak; kvpact's class is proven on all."""
+
+CLASS = "kvpact.vllm.scheduler.pact_scheduler"
+
+
+@pytest.mark.parametrize(
+    ("release", "scheduler"),
+    [
+        *(pytest.param(one, "", marks=pytest.mark.proof if one in ENDS else pytest.mark.soak) for one in OTHERS),
+        *(pytest.param(one, CLASS, marks=pytest.mark.proof) for one in RELEASES),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_every_scenario_is_kept(release: str, scheduler: str) -> None:
+    """On vLLM's own scheduler, and on kvpact's class.
+
+    The first run fetches the release, the first import compiles it; then it takes half a minute. What a scenario is
+    about may not come to pass where a disk answers late, on a busy machine; so it gets a second try.
+    """
+    for _ in range(2):
+        report = run_on_release(release, "kvpact.vllm:PactConnector", CONFIG, scheduler=scheduler)
+        assert report.engine == f"vLLM {release}"
+        assert len(report.checks) == len(SCENARIOS)
+        assert not report.broken, as_text(report)
+        unseen = {check.name for check in report.checks if check.verdict is Verdict.NOT_OBSERVABLE}
+        if unseen == not_there(release):
+            break
+    assert unseen == not_there(release), as_text(report)
+
+
+def test_the_other_process_finds_kvpact_and_an_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder inside kvpact on its path would hide the engine: kvpact has a package named `vllm` too."""
+    started: list[dict[str, Any]] = []
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **named: started.append(named) or failed)
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        run_on_release(installed_release(), "kvpact.vllm:PactConnector")
+    first, *_ = started[0]["env"]["PYTHONPATH"].split(os.pathsep)
+    assert Path(first, "kvpact", "__init__.py").is_file()

@@ -1,1 +1,0 @@
-"""Checks for authors of caches, tiers and connectors: the contract made executable."""
