@@ -10,7 +10,7 @@ from kvpact.testkit.catalogue import TITLES
 
 WRITER = load_script("scripts/write_hazards.py")
 
-CITING = ("src", "testbeds", "tests", "benchmarks", "scripts")
+CITING = ("src", "testbeds", "tests", "benchmarks", "research", "scripts")
 
 
 def cited(text: str) -> set[str]:
