@@ -10,7 +10,7 @@ from kvpact_testkit.catalogue import TITLES
 
 WRITER = load_script("scripts/write_hazards.py")
 
-CITING = ("src", "kit", "testbeds", "tests", "benchmarks", "scripts")
+CITING = ("src", "kit", "testbeds", "tests", "benchmarks", "research", "scripts")
 
 
 def cited(text: str) -> set[str]:

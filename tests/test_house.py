@@ -225,7 +225,7 @@ def private_reaches(path: Path) -> Iterator[str]:
 
 def test_tests_kit_and_benchmarks_reach_for_no_private_names() -> None:
     found: dict[str, list[str]] = {}
-    for folder in ("benchmarks", "examples", "scripts", "kit", "testbeds", "tests"):
+    for folder in ("benchmarks", "examples", "research", "scripts", "kit", "testbeds", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).extend(private_reaches(path))
     reached = {name.rpartition(".")[2] for names in found.values() for name in names}

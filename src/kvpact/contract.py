@@ -95,7 +95,7 @@ POSTPONED_STEPS = 32
 """Steps after its last lookup in which a postponed match may be asked for again, unless its slots are needed before.
 
 An engine asks again about requests behind a blocked head when others have ended. With 32 steps 9 % more blocks are read
-from disk than with plans kept for ever, with 8 steps 36 % more, with 1 step 64 % (benchmarks/postponed_steps.py).
+from disk than with plans kept for ever, with 8 steps 36 % more, with 1 step 64 % (research/postponed_steps.py).
 """
 
 

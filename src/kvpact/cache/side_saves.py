@@ -3,7 +3,7 @@
 Owns the order of such a save and its end. `offload.py` saves the chain that they hang on.
 
 Of windows only those are saved from which a request will go on: those at the end of a prompt, of its answer, and where
-two prompts part. All others would be most of what is stored, and nobody asks for them (benchmarks/hybrid_trace.py).
+two prompts part. All others would be most of what is stored, and nobody asks for them (research/hybrid_trace.py).
 """
 
 from __future__ import annotations

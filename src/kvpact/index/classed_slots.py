@@ -25,7 +25,7 @@ MIN_ROWS: Final = 2
 MARGIN: Final = 1.15
 """How much older the giver's least recently used block must be than the taker's, both as after the move; the square of
 it is how much the use of two classes must change before an extent returns. On a trace of conversations 1.25 hits less
-where memory is short, and 1.1 moves up to four times as many extents and hits no more (benchmarks/hybrid_trace.py)."""
+where memory is short, and 1.1 moves up to four times as many extents and hits no more (research/hybrid_trace.py)."""
 
 CANDIDATES: Final = 4
 """Extents that are looked at for a move, so that it costs the same however large the memory is."""

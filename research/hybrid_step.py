@@ -1,6 +1,6 @@
 """What the scheduler's thread spends in kvpact for prompts of models with several KV cache groups, in CPU time.
 
-Run: python benchmarks/hybrid_step.py [--models gemma-3-27b,...] [--tokens 4096,32768,131072] [--prompts N]. Needs no
+Run: python research/hybrid_step.py [--models gemma-3-27b,...] [--tokens 4096,32768,131072] [--prompts N]. Needs no
 engine: `testbeds/played_engine.py` plays its scheduler, in steps of 8,192 tokens, over a memory that is full, so that
 every save evicts. Each prompt is computed and saved, and then loaded with a few tokens more. Milliseconds of CPU time,
 medians of the prompts: of each kind of call, "note" (`note_computed`) also of the step that saves most blocks, and of

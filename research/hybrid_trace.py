@@ -1,6 +1,6 @@
 """Hit rate and bytes of a hybrid model's cache on a conversation trace, at equal memory, for several policies.
 
-Run: python benchmarks/hybrid_trace.py [--trace FILE] [--models gemma-3-27b,qwen3-next]. A simulation of policies in
+Run: python research/hybrid_trace.py [--trace FILE] [--models gemma-3-27b,qwen3-next]. A simulation of policies in
 plain Python, one prompt after another, without an engine: `testbeds/hybrid_replay.py` says what each of them does.
 "Full attention" is what an engine keeps without its hybrid manager; "physical" is one block of its pool for each block,
 as a copy of the pool in host memory keeps them; the others have a class of slots for each distinct payload. The last

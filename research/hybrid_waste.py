@@ -1,6 +1,6 @@
 """Memory that ways of keeping a hybrid model's KV cache reserve, over the bytes that a match loads.
 
-Run: python benchmarks/hybrid_waste.py [--ranks 8]. Needs no engine: the models' KV cache groups are frozen in
+Run: python research/hybrid_waste.py [--ranks 8]. Needs no engine: the models' KV cache groups are frozen in
 tests/data/models, as vLLM makes them.
 """
 
