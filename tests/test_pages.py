@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from documents import ROOT, documents
 
-PAGES = [*ROOT.glob("*.md"), *documents()[1:], ROOT / "benchmarks" / "RESULTS.md"]
+PAGES = [*ROOT.glob("*.md"), *documents()[1:], ROOT / "benchmarks" / "RESULTS.md", ROOT / "kit" / "CHANGELOG.md"]
 SOURCE = ROOT / "src" / "kvpact"
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
