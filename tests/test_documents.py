@@ -60,6 +60,7 @@ _INSTALLS = (
 _ON_A_GPU = "needs a GPU or a registry; test_gpu_command.py and test_pack.py run the scripts with stand-ins"
 NOT_RUN = {
     ("README.md", "make demo"): "`make test` is this suite; a small form of the demonstration is in test_demo.py",
+    ("README.md", "pip install dist/"): "builds wheels; test_install.py runs the commands without extras",
     ("docs/configuration.md", "vllm serve MODEL --max-model-len"): (
         "the README's two commands, which test_http_life.py starts, with one more option of vLLM's; what stands in "
         "$(...) is run by test_the_page_on_configuration_sets_what_it_says"

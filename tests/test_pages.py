@@ -10,9 +10,9 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from documents import ROOT, documents
+from documents import ROOT, documents, load_script
 
-PAGES = [*ROOT.glob("*.md"), *documents()[1:], ROOT / "benchmarks" / "RESULTS.md"]
+PAGES = [*ROOT.glob("*.md"), *documents()[1:], ROOT / "benchmarks" / "RESULTS.md", ROOT / "kit" / "CHANGELOG.md"]
 SOURCE = ROOT / "src" / "kvpact"
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -112,6 +112,16 @@ def test_every_table_is_rendered_as_one() -> None:
                     broken.append(f"{page.relative_to(ROOT)}:{number + 1}: {line[:60]}")
     assert broken == []
     assert tables > 40
+
+
+def test_the_chart_shows_the_readmes_own_table() -> None:
+    script, readme = load_script("scripts/draw_chart.py"), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert script.CHART.read_text(encoding="utf-8") == script.chart(readme), "run python scripts/draw_chart.py"
+    assert "docs/first-token.svg" in readme
+    rows = re.findall(r"^\| ([^|]+) \| ([\d., and]+ m?s) \|", readme, re.MULTILINE)
+    assert [tuple(row) for row in script.table(readme)[1:]] == rows
+    assert len(rows) > 5
+    assert script.chart(readme.replace("87.8 ms", "97.8 ms")) != script.chart(readme)
 
 
 def test_every_name_of_the_code_is_in_its_file() -> None:

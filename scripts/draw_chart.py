@@ -1,0 +1,67 @@
+"""The chart of first-token times, drawn from the README's own table so that the two cannot differ.
+
+`python scripts/draw_chart.py` writes docs/first-token.svg; tests/test_pages.py compares. A bar that is longer than
+`LONGEST_MS` runs out of the chart, with an arrow head.
+"""
+
+import re
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "docs" / "first-token.svg"
+
+TIMES = "first token, median"
+"""The heading of the table's column with the times."""
+LONGEST_MS = 250
+LEFT, WIDTH, ROW, TOP = 300, 300, 26, 44
+"""Pixels: where bars begin, the longest bar, a row's height, the first row."""
+
+STYLE = """
+.page { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 13px sans-serif } .title { font-weight: bold }
+.ours { fill: #0969da } .others { fill: #8c959f }
+@media (prefers-color-scheme: dark) {
+.page { fill: #161b22; stroke: #30363d } text { fill: #e6edf3 } .ours { fill: #58a6ff } .others { fill: #6e7681 } }
+"""
+
+
+def table(readme: str) -> list[list[str]]:
+    """The first two cells of the table's heading and of each of its rows."""
+    lines = readme.partition("\n| a prompt of ")[2].partition("\n\n")[0].splitlines()
+    heading, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")[:2]] for line in lines]
+    assert heading[1] == TIMES, heading
+    return [["A prompt of " + heading[0], TIMES], *rows]
+
+
+def milliseconds(time: str) -> float:
+    """The last figure of a cell: "6.4 s", "1,196 ms", "83.4 and 87.0 ms"."""
+    figure, unit = re.findall(r"([\d.,]+) (m?s)\b", time)[-1]
+    return float(figure.replace(",", "")) * (1 if unit == "ms" else 1000)
+
+
+def bar(number: int, what: str, time: str) -> str:
+    """One row: what, its bar, its time. Bold rows of the table are kvpact's."""
+    middle, taken = TOP + ROW * number + ROW // 2, milliseconds(time)
+    end = LEFT + round(WIDTH * min(taken / LONGEST_MS, 1))
+    head = f"L{end + 12},{middle} " if taken > LONGEST_MS else ""
+    return f"""\
+<text x="{LEFT - 10}" y="{middle + 4}" text-anchor="end">{escape(what.strip("*"))}</text>
+<path class="{"ours" if what.startswith("**") else "others"}" \
+d="M{LEFT},{middle - 8} H{end} {head}L{end},{middle + 8} H{LEFT} Z"/>
+<text x="{end + 18}" y="{middle + 4}">{escape(time)}</text>"""
+
+
+def chart(readme: str) -> str:
+    """The whole file."""
+    (what, times), *rows = table(readme)
+    width, height = LEFT + WIDTH + 130, TOP + ROW * len(rows) + 14
+    bars = "\n".join(bar(number, *row) for number, row in enumerate(rows))
+    return f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
+<style>{STYLE}</style>
+<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>
+<text class="title" x="16" y="26">{what}: {times} (an arrow: longer than the chart)</text>\n{bars}\n</svg>\n"""
+
+
+if __name__ == "__main__":
+    CHART.write_text(chart((ROOT / "README.md").read_text(encoding="utf-8")), encoding="utf-8")
