@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import venv
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+import kvpact
 from documents import block_with, filled_in
 from engines import BLOCK, prompt
 from hub_cache import add_commit
@@ -104,6 +108,23 @@ def start(house: House) -> Iterator[Callable[..., Server]]:
         yield lambda command, **environment: servers.enter_context(house.start(command, **environment)).wait_ready()
 
 
+@pytest.fixture
+def product_alone(tmp_path: Path) -> Path:
+    """The folder of commands of an environment with vLLM and kvpact, and without the test kit."""
+    place = tmp_path / "product"
+    venv.create(place, with_pip=False, symlinks=True)
+    [site] = place.glob("lib/python3*/site-packages")
+    (site / "engine.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "kvpact").symlink_to(Path(kvpact.__file__).parent)
+    python, command = place / "bin" / "python", place / "bin" / "kvpact"
+    command.write_text(f"#!{python}\nfrom kvpact.cli.app import main\nmain()\n")
+    command.chmod(0o755)
+    found = "from importlib.util import find_spec; print(find_spec('vllm') is not None, find_spec('kvpact_testkit'))"
+    said = subprocess.run([python, "-c", found], capture_output=True, text=True, check=True, cwd=place)
+    assert said.stdout == "True None\n"
+    return command.parent
+
+
 def first_life(server: Server) -> list[Answer]:
     """Ask, hang up, chat; the answers of local prefix hits."""
     assert server.model == MODEL
@@ -166,11 +187,12 @@ def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, sta
 @pytest.mark.proof
 @pytest.mark.both_cores
 def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_from_disk(
-    house: House, start: Callable[..., Server]
+    house: House, start: Callable[..., Server], product_alone: Path
 ) -> None:
-    """The README's second command gets the metadata that a distribution called `vllm` has."""
+    """The first command serves without the test kit; the second has the metadata of a distribution called `vllm`."""
     ranks = ["--tensor-parallel-size", "2"]
-    server = start([*house.command("kvpact serve"), *ranks], **{CORES: one_core_each(2)})
+    path = f"{product_alone}{os.pathsep}{house.environment['PATH']}"
+    server = start([*house.command("kvpact serve"), *ranks], **{CORES: one_core_each(2), "PATH": path})
     answers = first_life(server)
     server.kill()
     assert slabs_still_locked(house.disk) == []
