@@ -372,7 +372,10 @@ class CacheSpec:
 
 
 class ExternalCache(ABC):
-    """The scheduler's side of a cache. No method may block on I/O; none is called from two threads at once."""
+    """The scheduler's side of a cache. No method may block on I/O; none is called from two threads at once.
+
+    A first cache implements the seven members that stand first; all others have defaults.
+    """
 
     @abstractmethod
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -389,10 +392,8 @@ class ExternalCache(ABC):
     ) -> int:
         """The engine takes the first `num_tokens` of the match into `block_ids`; returns how many the cache accepts.
 
-        0 tokens declines the match, which ends as an abort does.
-
-        `block_ids` are the engine's blocks for the request, all of them, indexed from the request's first block; with
-        several KV cache groups those of the first, and `SchedulerContext.get_block_ids` has them all.
+        0 tokens declines the match, which ends as an abort does. `block_ids` are all of the request's blocks, from its
+        first on; with several KV cache groups those of the first, and `SchedulerContext.get_block_ids` has them all.
         Engines that cannot take a smaller answer get `num_tokens` back.
         """
 
@@ -401,14 +402,6 @@ class ExternalCache(ABC):
         """The engine will not use the match (None: whatever plan the request has). Harmless if there is none.
 
         `reason`: an `ExternalMatchExit` that drops the match, or a word of the engine's own. The leases end at once.
-        """
-
-    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
-        """The engine could not take the request's match in this step, for `reason`, and may prepare it again.
-
-        Said before `end_step`, at least when the reason changes and when the engine stops preparing it. A cache keeps
-        its promise for a few steps, or until somebody needs the room, and then ends the plan with the last reason.
-        Harmless if there is no plan. Default: nothing, so that the plan's lifetime decides.
         """
 
     @abstractmethod
@@ -434,14 +427,19 @@ class ExternalCache(ABC):
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled: plans not yet committed end, transfers under way are waited for."""
 
+    def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
+        """The engine could not take the request's match in this step, for `reason`, and may prepare it again.
+
+        Said before `end_step`, at least when the reason changes and when the engine stops preparing it. A cache keeps
+        its promise for a few steps, or until somebody needs the room, and then ends the plan with the last reason.
+        Harmless if there is no plan. Default: nothing, so that the plan's lifetime decides.
+        """
+
     def on_new_request(self, request: EngineRequest) -> None:
         """The engine accepted a request; a cache may start looking for its prefix. Default: nothing."""
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Whether `prepare_external_match` would again answer "ask again later".
-
-        Engines ask for each waiting request in each step; a cache that can tell cheaply does so here. Default: no.
-        """
+        """Whether a prepare would again answer "ask again later", where a cache can tell cheaply. Default: no."""
         return False
 
     @property
@@ -457,10 +455,7 @@ class ExternalCache(ABC):
         self.abort_external_match(request.request_id, None, "deadline")
 
     def put_off_external_match(self, request: EngineRequest) -> None:
-        """The request was told "ask again later", perhaps before a prepare: its one deadline has begun (P11).
-
-        Default: nothing.
-        """
+        """The request was told "ask again later", maybe before a prepare: its deadline runs (P11). Default: none."""
 
     def abandon_step(self, num_ranks: int) -> None:
         """What the running step has ordered never reaches the workers, and must not be ordered with a later one.
@@ -493,10 +488,7 @@ class ExternalCache(ABC):
         raise WeightsVersionRefused(f"this cache knows no word for its weights; {version!r} changes nothing")
 
     def take_back_reset(self) -> bool:
-        """The weights are those from before the last reset after all; whether what was stored then is served again.
-
-        Default: it is not.
-        """
+        """The weights are those from before the last reset; whether what was stored then is served. Default: no."""
         return False
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
