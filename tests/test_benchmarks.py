@@ -73,6 +73,7 @@ def test_a_package_that_is_missing_is_one_line(tmp_path: Path) -> None:
     assert ended.stderr == "lifecycle needs the package 'vllm', which is not installed here\n"
 
 
+@pytest.mark.soak  # it runs vLLM's own connectors beside kvpact
 def test_lifecycle_says_what_a_prompt_costs_the_schedulers_thread() -> None:
     pytest.importorskip("vllm")
     small = ("--tokens", "1024", "--block-sizes", "16", "--chunks", "512", "--waiting", "10", "--rounds", "1")

@@ -18,13 +18,13 @@ from kvpact_testkit.cache.soak import SUBJECTS, SoakFailure, report, soak
 from kvpact_testkit.cache.subjects import lazy_pact_cache, pact_cache, pact_cache_with_disk
 from kvpact_testkit.results import Broken
 
-STEPS = 10_000
+STEPS = 4_000
 SHARED = ["shared", "disk and shared, second use"]
 MEMORY = ["memory", "memory, asynchronous", "memory, pieces of one block"]
 DISK = ["disk", "disk, asynchronous", "disk, pieces of two blocks"]
 LAZY = ["lazy", "lazy, asynchronous, disk"]
 REFERENCE = ["reference", "reference, synchronous"]
-SHORT_RUN_STEPS, LONG_RUN_STEPS = 15_000, 2_000_000
+SHORT_RUN_STEPS, LONG_RUN_STEPS = 10_000, 2_000_000
 
 
 class MemoryMachine(PactMachine):
@@ -42,7 +42,7 @@ class DiskMachine(PactMachine):
         return pact_cache_with_disk(place)
 
 
-@pytest.mark.parametrize(("machine", "steps"), [(MemoryMachine, 2_500), (DiskMachine, 2_500), (LazyMachine, 1_500)])
+@pytest.mark.parametrize(("machine", "steps"), [(MemoryMachine, 1_000), (DiskMachine, 1_000), (LazyMachine, 600)])
 def test_hypothesis_breaks_nothing(machine: type[PactMachine], steps: int) -> None:
     """So many steps, and more, until everything that matters has happened several times."""
     figures = machine.figures
@@ -51,7 +51,7 @@ def test_hypothesis_breaks_nothing(machine: type[PactMachine], steps: int) -> No
         wanted = ("loads", "preemptions", "lost reports", "silent ranks", "cancelled while waiting")
         return [what for what in wanted if figures.counts[what] <= 5]
 
-    while figures.steps < steps or (rare() and figures.steps < 8 * steps):
+    while figures.steps < steps or (rare() and figures.steps < 20 * steps):
         run_state_machine_as_test(
             machine,
             settings=settings(
@@ -61,7 +61,7 @@ def test_hypothesis_breaks_nothing(machine: type[PactMachine], steps: int) -> No
     assert not rare(), f"hardly any of {rare()} in {figures.steps} steps"
 
 
-def test_random_plays_of_ten_thousand_steps_break_nothing() -> None:
+def test_random_plays_break_nothing() -> None:
     figures = soak(STEPS, first_seed=100_000)
     assert figures.steps >= STEPS
     for what in ("loads", "loads that failed", "preemptions", "crashes", "lost reports", "stalled tiers"):

@@ -282,7 +282,11 @@ def test_eager_saving_keeps_every_scenario_that_can_be_observed(scenario: Any) -
     assert check.verdict is wanted, f"{check.note} {check.violations} {check.script}"
 
 
-@pytest.mark.parametrize("config", [{"num_cpu_blocks": 9}, LAZY, {**LAZY, "num_cpu_blocks": 9}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param({"num_cpu_blocks": 9}, marks=pytest.mark.soak), LAZY, {**LAZY, "num_cpu_blocks": 9}],
+    ids=["eager, short", "lazy", "lazy, short"],
+)
 def test_everything_at_once_breaks_nothing_where_host_memory_is_short(config: dict[str, Any]) -> None:
     report = driver(config, 60.0).run(["everything_at_once", "groups_and_everything_at_once", "preempted_after_a_load"])
     assert not report.broken, as_text(report)

@@ -11,7 +11,7 @@ import pytest
 
 from documents import ROOT
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(600)]
 
 WARM = {"kvpact": ("over_local", 1.05), "kvpact, disk, new process": ("over_raw", 1.1)}
 """Who answers warm prompts -> the column that has a goal, and the goal."""

@@ -153,8 +153,15 @@ def test_h13_a_hook_that_always_fails_leaves_their_core_to_others(
     assert_right(references, tokens, again)
 
 
-@pytest.mark.parametrize("local", [0, 1], ids=["nothing local", "a local hit"])
-@pytest.mark.parametrize("blocks", [SMALL, LARGE], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("blocks", "local"),
+    [
+        pytest.param(SMALL, 0, marks=pytest.mark.soak, id="sync, nothing local"),
+        pytest.param(SMALL, 1, id="sync, a local hit"),
+        pytest.param(LARGE, 0, id="async, nothing local"),
+        pytest.param(LARGE, 1, marks=pytest.mark.soak, id="async, a local hit"),
+    ],
+)
 def test_h07_h10_h74_a_copy_that_hangs_for_ever_costs_its_request_the_deadline(
     faulty_engine: FaultyEngine, references: References, blocks: int, local: int
 ) -> None:

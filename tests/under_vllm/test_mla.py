@@ -18,7 +18,7 @@ from forked_engine import ForkedEngine
 from kvpact_testkit.demo.engine import EngineSettings
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BLOCK = 16
 """vLLM's CPU kernels for latent attention have no other."""
@@ -95,7 +95,13 @@ def blocks_of(engine: ForkedEngine, folder: Path, ranks: int) -> set[str]:
     return set(said[0].split())
 
 
-@pytest.mark.parametrize("played", [False, True], ids=["cpu", "played device"])
+@pytest.mark.parametrize(
+    "played",
+    [
+        pytest.param(False, marks=pytest.mark.soak, id="cpu"),
+        pytest.param(True, marks=pytest.mark.proof, id="played device"),
+    ],
+)
 def test_two_ranks_store_once_die_and_one_rank_loads_it(mla_model: Path, tmp_path: Path, *, played: bool) -> None:
     """vLLM's CPU build has no prefix caching for such models, and computes the rest of a prompt by another kernel than
     a whole one: what is compared are the bytes of the blocks, and answers that were computed in the same way."""

@@ -55,9 +55,12 @@ def test_a_second_engine_loads_what_the_first_computed_and_both_write_without_da
 
 
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(2.0, marks=[pytest.mark.proof]), pytest.param(5.0, marks=[pytest.mark.soak])]
+    ("place", "seconds"),
+    [
+        *(pytest.param(place, 1.5, marks=pytest.mark.proof) for place in ("redis", "s3")),
+        *(pytest.param(place, 5.0, marks=pytest.mark.soak) for place in store_failing.FAULTS),
+    ],
 )
-@pytest.mark.parametrize("place", store_failing.FAULTS)
 def test_h58_no_fault_of_a_store_under_load_costs_more_than_hits(
     place: str, plain: EngineProcess, tmp_path: Path, seconds: float
 ) -> None:
