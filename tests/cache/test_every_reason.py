@@ -216,7 +216,7 @@ ELSEWHERE = {
     "step_lookups": "tests/under_vllm/test_step_match.py",
     "step_hits": "tests/under_vllm/test_step_match.py",
     "hook_errors": "tests/under_vllm/test_guard.py",
-    "refuted_copies": "tests/testkit/test_vllm_devices.py",
+    "refuted_copies": "kit/tests/test_vllm_devices.py",
     "refused_counts": "tests/test_metrics.py",
     "damaged_records": "tests/cache/test_shared_cache.py",
     "dropped_writes": "tests/cache/test_shared_cache.py",
