@@ -11,6 +11,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ExampleConnectorMetadata
 
@@ -21,16 +22,16 @@ class StepMetadata(ExampleConnectorMetadata):
 
 
 class StepExampleConnector(ExampleConnector):
-    def __init__(self, vllm_config, role, kv_cache_config):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.hits = {}
+        self.hits: dict[str, int] = {}
 
     # Scheduler
 
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
 
-    def build_connector_meta(self, scheduler_output):
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         metadata = StepMetadata()
         for new in scheduler_output.scheduled_new_reqs:
             tokens = new.prompt_token_ids or []
@@ -43,7 +44,7 @@ class StepExampleConnector(ExampleConnector):
 
     # Worker
 
-    def before_update_states(self, scheduler_output):
+    def before_update_states(self, scheduler_output: Any) -> dict[str, int]:
         """Tokens that this worker can supply, behind those that the engine has. Nothing is loaded yet."""
         metadata = scheduler_output.kv_connector_metadata
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -54,11 +55,11 @@ class StepExampleConnector(ExampleConnector):
                 found[name] = len(prompt.token_ids) - computed[name]
         return found
 
-    def external_hits_applied(self, hits):
+    def external_hits_applied(self, hits: dict[str, int]) -> None:
         """What is really skipped: the minimum over ranks, at least one token of each request left out."""
         self.hits = hits
 
-    def bind_connector_metadata(self, metadata):
+    def bind_connector_metadata(self, metadata: StepMetadata) -> None:
         """A prompt that was found is loaded, in `start_load_kv`; the others are stored."""
         requests = [
             replace(request, is_store=name not in self.hits)

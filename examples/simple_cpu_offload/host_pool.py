@@ -93,4 +93,4 @@ class HostPool:
 
     def check(self) -> None:
         """Raise PactViolation if references, free queue and names do not agree."""
-        self._blocks.check(self._refs.counts)
+        self._blocks.check(dict(self._refs.counts))

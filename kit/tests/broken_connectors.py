@@ -131,7 +131,7 @@ class ReportsTwice(SimpleConnector):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         _, loaded = super().get_finished(finished_req_ids)
-        again = getattr(self, "again", set())
+        again: set[str] = getattr(self, "again", set())
         self.again = loaded or set()
         return None, ((loaded or set()) | again) or None
 
@@ -174,7 +174,8 @@ class FailsForEver(SimpleConnector):
         self.just_loaded |= {load.request_id for load in orders.loads}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self.failed = getattr(self, "failed", set()), set()
+        failed: set[int] = getattr(self, "failed", set())
+        self.failed = set()
         return failed
 
 

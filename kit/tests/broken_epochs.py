@@ -5,7 +5,7 @@ All but two are `StoreCache`, a reference cache above a store that engines share
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -55,7 +55,7 @@ class StoreCache(ReferenceCache):
         self._fetches: dict[str, tuple[int, Fetch]] = {}
         self._brought: set[str] = set()
         self._chains: dict[int, list[BlockKey]] = {}
-        self._puts: dict[int, list[Entry]] = {}
+        self._puts: dict[Hashable, list[Entry]] = {}
 
     def epoch_of_keys(self) -> Epoch:
         """What stands in the root of the keys."""

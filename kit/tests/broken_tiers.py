@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from dictionary_tier import DictionaryTier, Record, Records
 from kvpact.errors import TierError
@@ -155,7 +156,7 @@ class DropsWrites(DictionaryTier):
 class MixesNamespaces(DictionaryTier):
     """H23: one model's blocks are another one's."""
 
-    def __init__(self, namespace: Namespace, *others: object, **named: object) -> None:
+    def __init__(self, namespace: Namespace, *others: Any, **named: Any) -> None:
         super().__init__(Namespace({}), *others, **named)
 
 

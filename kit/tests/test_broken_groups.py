@@ -6,7 +6,8 @@ import pytest
 
 from broken_caches import BROKEN_GROUPS, made_of
 from kvpact_testkit.cache.conformance import run_conformance
-from kvpact_testkit.cache.operations import Call, Figures, HarnessSettings, perform
+from kvpact_testkit.cache.engine_harness import HarnessSettings
+from kvpact_testkit.cache.operations import Call, Figures, perform
 from kvpact_testkit.cache.random_plays import random_play
 from kvpact_testkit.cache.subjects import reference_cache
 from kvpact_testkit.engine import GroupKind, KVCacheGroup, ReferenceCache

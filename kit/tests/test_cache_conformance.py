@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ from kvpact_testkit.engine import ByteSegment, MultiCache, MultiWorker, Referenc
 from kvpact_testkit.results import Verdict, as_text, concerned
 from kvpact_testkit.suite import checks_of
 
-ASYNCHRONOUS = {"sync_load_budget": 0}
+ASYNCHRONOUS: dict[str, Any] = {"sync_load_budget": 0}
 ENDS = ("native", "vllm-0.33")
 """The modes that differ most; without a tier all are run, and the soak runs all with every tier."""
 
@@ -160,7 +161,9 @@ def test_random_plays_find_a_mistake_by_themselves_and_shorten_it() -> None:
         """What hypothesis plays depends on the modules of the process: with few plays some processes miss it."""
 
         plays = 16
-        make_cache = staticmethod(made_of(kind))
+
+        def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
+            return made_of(kind)(place)
 
     (check,) = run_suite_as_report(PlayedMore, "a broken cache", only="random_plays").checks
     assert check.verdict is Verdict.BROKEN

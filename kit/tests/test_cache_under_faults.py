@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ LENGTH = 33
 class FaultyDisk:
     """A scene above a disk with faults, which has documents that memory has not."""
 
-    def __init__(self, path: Path, queue: type[TierExecutor] = SteppedExecutor, **settings: object) -> None:
+    def __init__(self, path: Path, queue: type[TierExecutor] = SteppedExecutor, **settings: Any) -> None:
         self.faults = Faults(FaultPlan(seed=5))
         tier = FaultyTier(open_disk(path, slots=16 * DOCUMENTS), self.faults)
         self.queue = SteppedExecutor(tier, 1 << 30) if queue is SteppedExecutor else TierExecutor(tier, 2, 1 << 30)

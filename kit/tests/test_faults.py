@@ -15,7 +15,7 @@ from kvpact.contract import JobOutcome, LoadJob, WorkerReport
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact.tiers.executor import GetDone, TierExecutor
+from kvpact.tiers.executor import Done, GetDone, TierExecutor
 from kvpact_testkit.engine.simulated_worker import JobBehavior
 from kvpact_testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
 from kvpact_testkit.sample_blocks import CANARY, LOOSE, Document, content, document, empty_buffers, filled_buffers
@@ -170,7 +170,7 @@ def test_a_hanging_read_waits_until_it_is_released() -> None:
     tier.faults.step(100)
     assert [*queue.poll()] == []
     tier.faults.release()
-    done = []
+    done: list[Done] = []
     for _ in range(1000):
         done += queue.poll()
         if done:

@@ -11,8 +11,9 @@ from kvpact.contract import ExternalCache
 from kvpact.identity.groups import GroupKind, KVCacheGroup
 from kvpact_testkit.cache import random_plays
 from kvpact_testkit.cache.conformance import CacheContext, CacheUnderTest
+from kvpact_testkit.cache.engine_harness import HarnessSettings
 from kvpact_testkit.cache.machine import PactMachine
-from kvpact_testkit.cache.operations import Call, HarnessSettings, perform
+from kvpact_testkit.cache.operations import Call, perform
 from kvpact_testkit.cache.random_plays import random_play
 from kvpact_testkit.cache.soak import SUBJECTS, SoakFailure, report, soak
 from kvpact_testkit.cache.subjects import lazy_pact_cache, pact_cache, pact_cache_with_disk

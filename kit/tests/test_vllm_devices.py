@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Devices:
         return [violation for device in self._devices for violation in device.driver.violations]
 
 
-def settings_of(model: Model, layout: str, ranks: int, devices: Devices, **others: object) -> dict[str, object]:
+def settings_of(model: Model, layout: str, ranks: int, devices: Devices, **others: object) -> dict[str, Any]:
     return {
         "layers": model.layers,
         "heads": max(model.heads, 1),
@@ -82,7 +82,7 @@ def settings_of(model: Model, layout: str, ranks: int, devices: Devices, **other
     }
 
 
-def check(config: dict[str, object], situation: Callable[[Harness], None]) -> None:
+def check(config: Mapping[str, Any], situation: Callable[[Harness], None]) -> None:
     one = VllmDriver(PACT, config).check(Scenario("device", ("P2", "P9"), "", situation))
     assert one.verdict is Verdict.KEPT, as_text(ConformanceReport(PACT, "", (one,)))
 
@@ -141,7 +141,13 @@ def test_groups_of_two_sizes_divide_a_devices_memory_among_them(ranks: int, monk
     monkeypatch.setattr(ClassedSlots, "obtain", counted)
 
     def situation(harness: Harness) -> None:
-        settings = {"groups": GEMMA, "heads": 4, "head_size": 64, "ranks": ranks, "device": devices.of_rank}
+        settings: dict[str, Any] = {
+            "groups": GEMMA,
+            "heads": 4,
+            "head_size": 64,
+            "ranks": ranks,
+            "device": devices.of_rank,
+        }
         with harness.engine(**settings, num_blocks=101) as engine:
             for seed in range(8):
                 (stored,) = harness.store(engine, prompt(seed, 3 + seed % 4 * 3))
@@ -211,14 +217,20 @@ def test_what_memory_held_of_all_groups_before_copies_were_proven_is_found_after
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     devices = Devices(monkeypatch, first=3)
-    settings = {"groups": GEMMA, "heads": 4, "head_size": 64, "num_blocks": 101, "device": devices.of_rank}
+    settings: dict[str, Any] = {
+        "groups": GEMMA,
+        "heads": 4,
+        "head_size": 64,
+        "num_blocks": 101,
+        "device": devices.of_rank,
+    }
 
     def situation(harness: Harness) -> None:
         with harness.engine(**settings) as engine:
             stored = [harness.store(engine, prompt(number, 6))[0] for number in range(3)]
-            assert devices.segments[0].standing is Standing.OPEN
+            assert [segment.standing for segment in devices.segments] == [Standing.OPEN]
             harness.load(engine, "again", *stored)
-            assert devices.segments[0].standing is Standing.PROVEN
+            assert [segment.standing for segment in devices.segments] == [Standing.PROVEN]
         with harness.engine(**settings) as engine:
             for number, tokens in enumerate(stored):
                 harness.load(engine, f"restarted{number}", tokens)
@@ -241,10 +253,12 @@ class WrongLater(PlayedDevice):
         return [one[:-1] for one in arrays] if (kind, self.calls[kind]) == self.wrong else arrays
 
     def load(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
-        super().load(*self._without_last("load", (targets, sources, sizes)), stream)
+        targets, sources, sizes = self._without_last("load", (targets, sources, sizes))
+        super().load(targets, sources, sizes, stream)
 
     def save(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
-        super().save(*self._without_last("save", (targets, sources, sizes)), stream)
+        targets, sources, sizes = self._without_last("save", (targets, sources, sizes))
+        super().save(targets, sources, sizes, stream)
 
 
 @pytest.mark.parametrize("first", [3, 9])
@@ -259,7 +273,12 @@ def test_a_wrong_copy_costs_no_token_and_the_engine_goes_on_without_a_cache(
 
     counted: list[str] = []
     add = Metrics.add
-    monkeypatch.setattr(Metrics, "add", lambda one, name, *others: (counted.append(name), add(one, name, *others))[1])
+
+    def noted(metrics: Metrics, name: str, *others: Any) -> None:
+        counted.append(name)
+        add(metrics, name, *others)
+
+    monkeypatch.setattr(Metrics, "add", noted)
 
     def situation(harness: Harness) -> None:
         with harness.engine(num_blocks=101, device=devices.of_rank) as engine:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ WITH_SAME_KV = [*LAYOUTS, pytest.param(SAME_KV, id="same")]
 
 
 @contextmanager
-def engine_with(layout: dict[str, int], **settings: object) -> Iterator[VllmEngine]:
+def engine_with(layout: dict[str, Any], **settings: object) -> Iterator[VllmEngine]:
     """An engine with kvpact on these ranks and stages, that loads asynchronously."""
     config = {"memory": "1MiB", "model_id": "testkit", "sync_load_budget": 0, **settings}
     transfer = {
@@ -83,7 +84,7 @@ def fail(engine: VllmEngine, worker: int, **blocks: list[int]) -> None:
 @pytest.mark.parametrize("layout", WITH_SAME_KV)
 @pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
 def test_h41_the_hull_of_what_ranks_failed_is_counted_and_gone_everywhere(
-    layout: dict[str, int], delays: list[int], tmp_path: Path
+    layout: dict[str, Any], delays: list[int], tmp_path: Path
 ) -> None:
     with engine_with(layout, tiers=[f"disk://{tmp_path}?capacity=4MiB"]) as engine:
         assert ask(engine, "first") == 0
@@ -112,7 +113,7 @@ def test_h41_the_hull_of_what_ranks_failed_is_counted_and_gone_everywhere(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
-def test_h42_saves_with_gaps_count_up_to_the_first_gap_of_any_rank(layout: dict[str, int], delays: list[int]) -> None:
+def test_h42_saves_with_gaps_count_up_to_the_first_gap_of_any_rank(layout: dict[str, Any], delays: list[int]) -> None:
     with engine_with(layout) as engine:
         fail(engine, 0, saves=[7])
         fail(engine, 1, saves=[4])
@@ -126,11 +127,16 @@ def test_h42_saves_with_gaps_count_up_to_the_first_gap_of_any_rank(layout: dict[
 
 
 @pytest.mark.parametrize("layout", WITH_SAME_KV)
-def test_h40_every_rank_says_something_true_in_every_step(layout: dict[str, int]) -> None:
+def test_h40_every_rank_says_something_true_in_every_step(layout: dict[str, Any]) -> None:
     with engine_with(layout) as engine:
         said: list[list[Any]] = [[], []]
+
+        def noted(worker: int, report: WorkerReport) -> WorkerReport:
+            said[worker].append(report)
+            return report
+
         for worker in (0, 1):
-            tap(engine, worker, lambda report, worker=worker: said[worker].append(report) or report)
+            tap(engine, worker, partial(noted, worker))
         ask(engine, "first")
         ask(engine, "again")
         assert len(said[0]) == len(said[1]) == engine.observed.steps
@@ -143,13 +149,16 @@ def test_h40_every_rank_says_something_true_in_every_step(layout: dict[str, int]
 @pytest.mark.parametrize("layout", WITH_SAME_KV)
 @pytest.mark.parametrize("seed", range(4))
 def test_h45_reports_come_late_in_pieces_twice_in_any_order_or_only_when_asked_for(
-    layout: dict[str, int], seed: int
+    layout: dict[str, Any], seed: int
 ) -> None:
+    def delivered(faults: RankFaults, lost: Lost, report: WorkerReport) -> WorkerReport:
+        return combined(faults.deliver([lost(report)]))
+
     with engine_with(layout, load_deadline="300ms") as engine:
         for worker in (0, 1):
             faults = RankFaults(RankFaultPlan(seed=10 * seed + worker, late=0.4, repeated=0.3, in_pieces=0.4))
             lost = Lost(every=3)
-            tap(engine, worker, lambda report, faults=faults, lost=lost: combined(faults.deliver([lost(report)])))
+            tap(engine, worker, partial(delivered, faults, lost))
         for number in range(4):
             assert ask(engine, f"first{number}", prompt(number, BLOCKS)) == 0
         for number in range(4):
@@ -192,7 +201,7 @@ def tap(engine: VllmEngine, worker: int, change: Callable[[WorkerReport], Worker
 
 
 @pytest.mark.parametrize("layout", WITH_SAME_KV)
-def test_h43_no_rank_waits_for_another_one(layout: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h43_no_rank_waits_for_another_one(layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing collective: every operation of `torch.distributed` raises, and the groups of ranks refuse theirs."""
     for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"):
         monkeypatch.setattr(torch.distributed, name, refuse)
@@ -208,7 +217,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("layout", WITH_SAME_KV)
-def test_h40_a_rank_that_does_not_say_where_its_memory_is_stops_the_start(layout: dict[str, int]) -> None:
+def test_h40_a_rank_that_does_not_say_where_its_memory_is_stops_the_start(layout: dict[str, Any]) -> None:
     with engine_with(layout) as engine:
         hello = engine.ranks[0].connector.get_handshake_metadata()
         with pytest.raises(ConfigError, match=r"the engine has 2 ranks; \[0\] have set up their memory"):
@@ -267,8 +276,12 @@ def test_h23_engines_of_another_parallel_layout_share_nothing(tmp_path: Path) ->
 
 @pytest.mark.parametrize("layout", WITH_SAME_KV)
 @pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
-def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, int], delays: list[int]) -> None:
+def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, Any], delays: list[int]) -> None:
     """The other rank has loaded all; the request is computed, and both ranks' blocks come back when the copy ends."""
+
+    def delivered(faults: RankFaults, lost: Lost, report: WorkerReport) -> WorkerReport:
+        return combined(faults.deliver([lost(report)]))
+
     with engine_with(layout, load_deadline="300ms") as engine:
         assert ask(engine, "first") == 0
         assert engine.forget_computed()

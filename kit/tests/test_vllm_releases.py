@@ -70,8 +70,12 @@ def test_every_scenario_is_kept(release: str, scheduler: str) -> None:
 def test_the_other_process_finds_kvpact_and_an_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder inside kvpact on its path would hide the engine: kvpact has a package named `vllm` too."""
     started: list[dict[str, Any]] = []
-    failed = subprocess.CompletedProcess([], 1)
-    monkeypatch.setattr(subprocess, "run", lambda *_args, **named: started.append(named) or failed)
+
+    def fails(*_: object, **named: Any) -> subprocess.CompletedProcess[str]:
+        started.append(named)
+        return subprocess.CompletedProcess([], 1)
+
+    monkeypatch.setattr(subprocess, "run", fails)
     with pytest.raises(RuntimeError, match="ended with 1"):
         run_on_release(installed_release(), "kvpact.vllm:PactConnector")
     first, *_ = started[0]["env"]["PYTHONPATH"].split(os.pathsep)

@@ -24,6 +24,7 @@ from itertools import count
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -201,7 +202,7 @@ class Scheduler:
         verify = [self.check(one, block) for one in running for block in range(one.reused)]
         compute = [self.check(one, block) for one in running for block in range(one.reused, len(one.table))]
         for one in running:
-            self.cache.note_computed(one.request, len(one.request.token_ids), lambda one=one: one.table)
+            self.cache.note_computed(one.request, len(one.request.token_ids), one.table.copy)
         self.worker.send_bytes(msgspec.msgpack.encode(Step(self.cache.end_step(), verify, compute)))
         report = msgspec.msgpack.decode(self.worker.recv_bytes(), type=WorkerReport)
         self.settle(report)
@@ -275,11 +276,11 @@ def main(directory: Path, slots: int, seed: int) -> None:
     address = msgspec.msgpack.decode(ours.recv_bytes(), type=SegmentAddress)
     read: list[int] = []
 
-    def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
-        read.append(os.preadv(descriptor, views, offset))
+    def counted(*arguments: Any) -> int:
+        read.append(os.preadv(*arguments))
         return read[-1]
 
-    Slab.preadv = staticmethod(counted)  # type: ignore[assignment]
+    Slab.preadv = staticmethod(counted)
     tier = open_disk(directory, slots)
     Slab.preadv = staticmethod(os.preadv)
     if tier.counts().damaged:

@@ -529,7 +529,8 @@ def test_h27_blocks_under_copy_are_held_though_their_request_is_gone(scene: Scen
     scene.cache.request_finished("a")
     assert set(scene.blocks.held) == set(work.saves[0].block_ids)
     scene.now += 3600.0  # the process was stopped for an hour: the copy is still waited for
-    assert scene.cache.has_pending_work
+    has_pending_work = scene.cache.has_pending_work
+    assert has_pending_work
     scene.report(work)
     assert not scene.blocks.held
     assert not scene.cache.has_pending_work

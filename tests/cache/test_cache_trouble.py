@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
 class SteppedScene(Scene):
     """A scene above a disk tier that works only when told to, and fails when told to."""
 
-    def __init__(self, path: Path, slots: int = 16, **settings: object) -> None:
+    def __init__(self, path: Path, slots: int = 16, **settings: Any) -> None:
         self.faults = Faults()
         self.queue = SteppedExecutor(FaultyTier(open_disk(path), self.faults), 1 << 30)
         super().__init__(slots, tiers=[self.queue], **settings)
@@ -116,7 +117,8 @@ def test_a_late_step_does_one_of_what_can_wait_and_the_next_one_the_other(tmp_pa
     scene = SteppedScene(tmp_path)
     scene.cache.budget.limit = 0.0
     scene.run_cold(request(3, "first"))
-    assert scene.cache.has_pending_work
+    has_pending_work = scene.cache.has_pending_work
+    assert has_pending_work
     for _ in range(2):
         scene.cache.end_step()
     assert scene.cache.tiers.pending, "in two late steps nothing was offered to the tier"

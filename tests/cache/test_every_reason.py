@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_misses import CAUSES
@@ -25,7 +26,7 @@ def request(name: str, blocks: int = BLOCKS, seed: int = 0) -> SceneRequest:
 class Situation(Scene):
     """A cache in which one prompt is stored, above a disk tier that works and fails when told to."""
 
-    def __init__(self, place: Path, slots: int = 16, **settings: object) -> None:
+    def __init__(self, place: Path, slots: int = 16, **settings: Any) -> None:
         self.faults = Faults()
         self.queue = SteppedExecutor(FaultyTier(open_disk(place, 64), self.faults), 1 << 30)
         super().__init__(slots, tiers=[self.queue], **{"recompute_if_faster": False, **settings})
@@ -215,7 +216,7 @@ ELSEWHERE = {
     "step_lookups": "tests/under_vllm/test_step_match.py",
     "step_hits": "tests/under_vllm/test_step_match.py",
     "hook_errors": "tests/under_vllm/test_guard.py",
-    "refuted_copies": "tests/testkit/test_vllm_devices.py",
+    "refuted_copies": "kit/tests/test_vllm_devices.py",
     "refused_counts": "tests/test_metrics.py",
     "damaged_records": "tests/cache/test_shared_cache.py",
     "dropped_writes": "tests/cache/test_shared_cache.py",

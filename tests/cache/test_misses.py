@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -20,15 +22,22 @@ from scenes import NAMESPACE, PAGE, Scene, SceneRequest, failed, tokens
 STORED, ASKED = SceneRequest("first", tokens(33)), SceneRequest("asked", tokens(33))
 
 
-def shared_scene(slots: int = 16, **settings: object) -> Scene:
+def shared_scene(slots: int = 16, **settings: Any) -> Scene:
     """A cache above a store that works when a step says so, and has what another engine computed."""
     store = DictionaryStore(faults=Faults())
     other = Scene(tiers=[SteppedExecutor(SharedTier(store, NAMESPACE, PAGE), 1 << 30)])
     other.run_cold(STORED)
-    other.queues[0].advance()
+    advance(other)
     other.close()
     queue = SteppedExecutor(SharedTier(store, NAMESPACE, PAGE), 1 << 30)
     return Scene(slots, tiers=[queue], **{"recompute_if_faster": False, **settings})
+
+
+def advance(scene: Scene) -> None:
+    """The stores do what they were asked to."""
+    for queue in scene.queues:
+        assert isinstance(queue, SteppedExecutor)
+        queue.advance()
 
 
 def ask(scene: Scene, request: SceneRequest = ASKED) -> None:
@@ -38,8 +47,7 @@ def ask(scene: Scene, request: SceneRequest = ASKED) -> None:
         if match is not None:
             assert match.num_tokens == 0
             return
-        for queue in scene.queues:
-            queue.advance()
+        advance(scene)
         scene.cache.end_step()
         scene.now += 0.1
     raise AssertionError("there is no answer")
@@ -107,7 +115,7 @@ def slower_than_computing() -> Scene:
     client.costs.note_read(1, 100.0, scene.now)  # slow to give it
     for step in range(3):
         fast = SceneRequest(f"fast-{step}", tokens(65, seed=9))
-        scene.cache.note_computed(fast, 64, lambda fast=fast: scene.allocate(fast))
+        scene.cache.note_computed(fast, 64, partial(scene.allocate, fast))
         scene.cache.end_step()
         scene.now += 0.001
     ask(scene)
@@ -166,8 +174,7 @@ def test_h72_each_cause_is_counted_as_itself_and_told(reason: MissReason) -> Non
     assert counted[MissReason.NOT_STORED] == (reason is MissReason.NOT_STORED)
     line = explain_misses(shot)
     assert f"most misses (1 {reason}) because {MISS_HINTS[reason]}" in line
-    for queue in scene.queues:
-        queue.advance()
+    advance(scene)
     scene.close()
 
 

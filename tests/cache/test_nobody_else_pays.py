@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ FAITHFUL = JobBehavior()
 class Ward(EpochEngine):
     """An engine whose steps are measured, and that knows prompts which only the healthy tier holds."""
 
-    def __init__(self, ill: SickTier, healthy: Tier, **settings: object) -> None:
+    def __init__(self, ill: SickTier, healthy: Tier, **settings: Any) -> None:
         super().__init__(ill, healthy, num_slots=96, conduct=self._conduct, **settings)
         self.ill = ill
         self.next_load = FAITHFUL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +25,7 @@ def document(name: str, blocks: int = BLOCKS) -> SceneRequest:
 class HangingScene(Scene):
     """A scene in which a rank carries out a load only when the test says so."""
 
-    def __init__(self, *, ranks: int = 1, synchronous: bool = False, **settings: object) -> None:
+    def __init__(self, *, ranks: int = 1, synchronous: bool = False, **settings: Any) -> None:
         limit = 1 << 30 if synchronous else 0
         super().__init__(ranks=ranks, load_deadline=DEADLINE, sync_load_budget=limit, **settings)
         self.run_cold(document("first"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ POSTPONING = [reason for reason in ExternalMatchExit if not reason.is_dropped]
 class DiskScene(Scene):
     """A cache above a disk that moves when told to; prompts of `seeds` are on the disk and nothing is in memory."""
 
-    def __init__(self, place: Path, slots: int, *seeds: int, blocks: int = 4, **settings: object) -> None:
+    def __init__(self, place: Path, slots: int, *seeds: int, blocks: int = 4, **settings: Any) -> None:
         self.disk = SteppedExecutor(open_disk(place), 1 << 30)
         super().__init__(slots, tiers=[self.disk], **{"recompute_if_faster": False, **settings})
         for seed in seeds:

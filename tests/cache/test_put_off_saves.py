@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ LENGTH = 6 * PIECE * BLOCK_SIZE + 1
 """Tokens of a prompt of six pieces, and the one that is computed in any case."""
 
 
-def in_pieces(slots: int = 64, **settings: object) -> Scene:
+def in_pieces(slots: int = 64, **settings: Any) -> Scene:
     """A scene whose cache orders saves of four blocks a step."""
     scene = Scene(slots, **settings)
     scene.cache.saves.piece_blocks = PIECE
@@ -77,7 +79,9 @@ def test_two_large_requests_of_one_step_wait_in_turn(scene: Scene) -> None:
     requests = [SceneRequest(name, tokens(2 * PIECE * BLOCK_SIZE + 1, seed)) for seed, name in enumerate("ab")]
     for request in requests:
         scene.compute(request)
-        scene.cache.note_computed(request, len(request.token_ids), lambda name=request.request_id: scene.tables[name])
+        scene.cache.note_computed(
+            request, len(request.token_ids), partial(scene.tables.__getitem__, request.request_id)
+        )
     saves = steps_until_rest(scene, scene.cache.end_step())
     assert [(save.request_id, save.start_block) for save in saves] == [("a", 0), ("a", 4), ("b", 0), ("b", 4)]
 

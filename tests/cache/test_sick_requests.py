@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_h62_a_request_without_keys_costs_itself_its_hits_and_no_step(name: str,
     for step in (1, 2):
         for request in (sick, healthy):
             computed = step * len(request.token_ids) // 2
-            scene.cache.note_computed(request, computed, lambda name=request.request_id: scene.tables[name])
+            scene.cache.note_computed(request, computed, partial(scene.tables.__getitem__, request.request_id))
         scene.cache.decline_external_match(sick, 0)
         scene.cache.look_up_at_step(sick, 0, BLOCK_SIZE)
         scene.report(scene.cache.end_step())

@@ -357,7 +357,8 @@ def test_h66_a_tier_of_which_count_is_lost_twice_is_used_again_once_it_is_empty(
     for first in (0, 101):
         one.delete([number.to_bytes(32, "big") for number in range(first, first + 101)])
         one.deletions.check()
-    assert not one.may_write
+    may_write = one.may_write
+    assert not may_write
     drained(one)
     one.deletions.check()
     assert one.may_write
@@ -451,7 +452,8 @@ class SilentStore(DictionaryStore):
         self.gate = Gate()
 
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
-        return self.gate.before(super().read)(names, buffers)
+        found: list[bool] = self.gate.before(super().read)(names, buffers)
+        return found
 
 
 def test_h61_a_store_that_answers_and_never_delivers_is_left_alone_too() -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,10 +22,10 @@ from kvpact_testkit.demo.engine import (
     EngineError,
     EngineProcess,
     EngineSettings,
-    Output,
     loading_on_all_cores,
     session_members,
 )
+from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.phases import (
     COLD,
     COLD_KVPACT,
@@ -75,7 +76,7 @@ def results(*, leases_held: int = 0, used: int = 4 * REUSABLE, **changed: Output
     return Results(readings, block_size=128, counts=counts, leases_held=leases_held, model="tiny", cold_costs=costs)
 
 
-def test_a_run_without_fault_passes_and_names_its_figures():
+def test_a_run_without_fault_passes_and_names_its_figures() -> None:
     report = judge(results())
     assert report.failures == []
     assert report.identical
@@ -89,7 +90,7 @@ def test_a_run_without_fault_passes_and_names_its_figures():
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.5, 8), (1.7, 8), (6.0, 5), (18.0, 2), (600.0, 2)])
-def test_a_slow_machine_answers_fewer_prompts(seconds, expected):
+def test_a_slow_machine_answers_fewer_prompts(seconds: float, expected: int) -> None:
     assert Plan().prompts_at(seconds) == expected
 
 
@@ -106,18 +107,18 @@ def test_a_slow_machine_answers_fewer_prompts(seconds, expected):
         ({"used": 4 * REUSABLE - 1}, "the engine skipped"),
     ],
 )
-def test_each_fault_fails_the_run(changed, complaint):
+def test_each_fault_fails_the_run(changed: dict[str, Any], complaint: str) -> None:
     report = judge(results(**changed))
     assert len(report.failures) == 1
     assert complaint in report.failures[0]
 
 
-def test_a_request_that_failed_alike_in_both_phases_is_no_identical_answer():
+def test_a_request_that_failed_alike_in_both_phases_is_no_identical_answer() -> None:
     failed = replace_reason(answer(WARM_MEMORY), "error")
     assert not judge(results(warm_from_memory=failed, local_prefix_hit=failed)).identical
 
 
-def test_several_ranks_share_the_room_and_have_a_core_each(tiny_model, monkeypatch):
+def test_several_ranks_share_the_room_and_have_a_core_each(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5})
     monkeypatch.delenv(CORES, raising=False)
     plan = Plan.for_this_machine(ranks=2)
@@ -138,7 +139,7 @@ def replace_reason(output: Output, reason: str) -> Output:
     return Output(output.tokens, output.logprobs, reason, output.cached_tokens, output.first_token_seconds)
 
 
-def test_the_report_is_one_json_object_and_one_table():
+def test_the_report_is_one_json_object_and_one_table() -> None:
     report = judge(results(leases_held=2))
     figures = json.loads(json.dumps(asdict(report)))
     assert {"name", "prompt_tokens", "cached_tokens", "ttft_ms", "speedup"} <= set(figures["phases"][0])
@@ -162,7 +163,7 @@ def test_the_report_is_one_json_object_and_one_table():
         assert shown in screen.getvalue()
 
 
-def test_the_package_alone_has_text_enough_for_distinct_documents():
+def test_the_package_alone_has_text_enough_for_distinct_documents() -> None:
     text = corpus()
     assert "kvpact" in text
     pieces = list(documents(list(text.encode()), len(QUESTIONS), 12_000))
@@ -170,14 +171,16 @@ def test_the_package_alone_has_text_enough_for_distinct_documents():
     assert len({bytes(piece[:128]) for piece in pieces}) == len(QUESTIONS)
 
 
-def test_too_short_a_text_is_refused_with_what_it_takes():
+def test_too_short_a_text_is_refused_with_what_it_takes() -> None:
     with pytest.raises(ValueError, match="at least 108, not 50"):
         list(documents(range(50), 8, 100))
 
 
 @pytest.mark.proof
 @pytest.mark.engine
-def test_an_engine_held_back_starts_when_told_answers_repeats_itself_and_leaves_nothing_behind(tiny_model, tmp_path):
+def test_an_engine_held_back_starts_when_told_answers_repeats_itself_and_leaves_nothing_behind(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with EngineProcess(EngineSettings(tiny_model), tmp_path / "engine.log", held=True) as engine:
         asked = prompt(1, blocks=3)
         cold, hit, again = (engine.generate([asked])[0] for _ in range(3))
@@ -196,7 +199,7 @@ def test_an_engine_held_back_starts_when_told_answers_repeats_itself_and_leaves_
 
 
 @pytest.mark.engine
-def test_an_engine_held_back_leaves_without_having_started(tiny_model, tmp_path):
+def test_an_engine_held_back_leaves_without_having_started(tiny_model: Path, tmp_path: Path) -> None:
     unused = EngineProcess(EngineSettings(tiny_model), tmp_path / "unused.log", held=True)
     pid = unused.pid
     unused.stop()
@@ -204,13 +207,13 @@ def test_an_engine_held_back_leaves_without_having_started(tiny_model, tmp_path)
     assert "EngineCore" not in unused.log.read_text()
 
 
-def test_a_worker_loads_on_all_cores_and_computes_on_its_own():
+def test_a_worker_loads_on_all_cores_and_computes_on_its_own() -> None:
     everywhere = os.sched_getaffinity(0)
     home = {min(everywhere)}
     with subprocess.Popen(["sleep", "60"]) as worker:
         os.sched_setaffinity(worker.pid, home)
-        engine = SimpleNamespace(processes=lambda: {worker.pid: name})
         name = "python -c from multiprocessing.spawn import spawn_main"
+        engine: Any = SimpleNamespace(processes=lambda: {worker.pid: name})
         with loading_on_all_cores(engine):
             wait_until(lambda: os.sched_getaffinity(worker.pid) == everywhere)
             name = "VLLM::Worker"
@@ -231,7 +234,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.proof
 @pytest.mark.engine
-def test_a_killed_parent_leaves_no_engine_behind_not_even_a_frozen_one(tiny_model, tmp_path):
+def test_a_killed_parent_leaves_no_engine_behind_not_even_a_frozen_one(tiny_model: Path, tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
@@ -250,7 +253,7 @@ with engine.frozen():
 
 
 @pytest.mark.engine
-def test_an_engine_that_cannot_start_says_why(start_engine):
+def test_an_engine_that_cannot_start_says_why(start_engine: Callable[..., EngineProcess]) -> None:
     with pytest.raises(EngineError, match="block_size"):
         start_engine(arguments={"block_size": -3})
 
@@ -259,7 +262,7 @@ def test_an_engine_that_cannot_start_says_why(start_engine):
 @pytest.mark.both_cores
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):
+def test_a_small_run_on_real_engines_passes(tiny_model: Path, tmp_path: Path) -> None:
     plan = Plan(rounds=1, prompts=2, document_tokens=1024, group=1)
     before = set(Path("/dev/shm").glob("psm_*"))
     report = judge(run_phases(tiny_model, corpus(), tmp_path, plan, say=print))
@@ -273,7 +276,7 @@ def test_a_small_run_on_real_engines_passes(tiny_model, tmp_path):
 @pytest.mark.soak
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_a_small_run_with_two_ranks_passes(tiny_model, tmp_path):
+def test_a_small_run_with_two_ranks_passes(tiny_model: Path, tmp_path: Path) -> None:
     plan = Plan(rounds=1, prompts=2, document_tokens=1024, group=1, kv_cache_bytes=1 << 30, ranks=2)
     report = judge(run_phases(tiny_model, corpus(), tmp_path, plan, say=print))
     assert report.failures == []

@@ -155,8 +155,8 @@ def test_a_cache_that_knows_one_group_serves_none_of_another_kind() -> None:
 
 def test_a_match_that_ends_between_states_breaks_the_contract() -> None:
     class Shortened(ReferenceCache):
-        def _find(self, keys: list[bytes], computed: int, most: int) -> int:  # type: ignore[override]
-            return super()._find(keys, computed, most) and 40  # type: ignore[arg-type]
+        def _find(self, keys: list[bytes], computed: int, most: int) -> int:
+            return super()._find(keys, computed, most) and 40
 
     config = config_of(KVCacheGroup(STATE, 16), prefix_caching=False)
     engine = reference_engine(config)

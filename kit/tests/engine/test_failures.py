@@ -149,7 +149,9 @@ def test_h28_stock_engines_poison_their_prefix_cache_and_the_oracle_sees_it() ->
         engine.run([warm(name="next", tail=8)])
 
 
-def test_h27_blocks_copied_out_slowly_must_be_held_and_the_oracle_sees_it_if_not() -> None:
+def test_h27_blocks_copied_out_slowly_must_be_held_and_the_oracle_sees_it_if_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Saves take 6 steps; the request ends meanwhile and others get its blocks."""
     slow = JobBehavior(copy_after_steps=6)
     for holds in (True, False):
@@ -158,8 +160,8 @@ def test_h27_blocks_copied_out_slowly_must_be_held_and_the_oracle_sees_it_if_not
             config, conduct=lambda _, job: JobBehavior() if isinstance(job, LoadJob) else slow, num_slots=400
         )
         if not holds:
-            engine.context.touch = lambda block_ids: None  # type: ignore[method-assign]
-            engine.context.free_blocks = lambda block_ids: None  # type: ignore[method-assign]
+            monkeypatch.setattr(engine.context, "touch", lambda block_ids: None)
+            monkeypatch.setattr(engine.context, "free_blocks", lambda block_ids: None)
         engine.run([Request("first", PREFIX, 1), *(Request(f"o{i}", prompt(110, 60 + i), 2) for i in range(4))])
         if holds:
             engine.run([warm()])
@@ -190,14 +192,16 @@ def test_h29_tokens_in_flight_are_not_computed_and_not_published() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("cached", [1, 15, 17, 40, 95])
-def test_h30_a_load_may_end_inside_a_block(cached: int, asynchronous: bool) -> None:
+def test_h30_a_load_may_end_inside_a_block(cached: int, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only `cached` tokens are taken of the match; the rest of the last block is computed, over what the load left
     there."""
     engine = engine_with({}, asynchronous=asynchronous, config=replace(CONFIG, prefix_caching=True))
     cache = engine.cache
     assert cache is not None
     commit = cache.commit_external_match
-    cache.commit_external_match = lambda request, match, n, ids: commit(request, match, min(n, cached), ids)  # type: ignore[method-assign]
+    monkeypatch.setattr(
+        cache, "commit_external_match", lambda request, match, n, ids: commit(request, match, min(n, cached), ids)
+    )
     engine.add_request(warm())
     while engine.has_work:
         engine.step()

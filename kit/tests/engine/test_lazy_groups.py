@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from pact import pact_engine
@@ -22,7 +22,7 @@ def prompt(seed: int, blocks: int = PROMPT) -> list[int]:
     return [1_000 * (seed + 1) + place for place in range(blocks * BLOCK + 1)]
 
 
-def engine_of(groups: tuple[KVCacheGroup, ...], num_blocks: int = 60, num_slots: int = 400, **more: object) -> Engine:
+def engine_of(groups: tuple[KVCacheGroup, ...], num_blocks: int = 60, num_slots: int = 400, **more: Any) -> Engine:
     config = EngineConfig(groups=groups, block_size=BLOCK, num_blocks=num_blocks * len(groups))
     return pact_engine(config, num_slots=num_slots, **{"save": "lazy", **more})
 

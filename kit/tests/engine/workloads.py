@@ -84,7 +84,7 @@ def run_with_upheaval(engine: Engine, requests: list[Request], seed: int, *, max
     random = Random(seed)
     for request in requests:
         engine.add_request(request)
-    cancelled = set()
+    cancelled: set[str] = set()
     for _ in range(max_steps):
         if not engine.has_work:
             return cancelled
