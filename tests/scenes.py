@@ -103,8 +103,9 @@ class Scene:
         self.now = 0.0
         self.config: KvpactConfig = load_config(settings, {})
         self.segments = [ArenaSegment.create(slots, PAGE) for _ in range(ranks)]
-        for segment in self.segments if usable is not None else ():
-            segment.usable_slots = usable
+        if usable is not None:
+            for segment in self.segments:
+                segment.usable_slots = usable
         self.kv = [np.zeros((engine_blocks, PAGE), dtype=np.uint8) for _ in range(ranks)]
         self.blocks = SceneBlocks()
         self.queues = [t if isinstance(t, TierExecutor) else TierExecutor(t, 2, write_queue) for t in tiers]

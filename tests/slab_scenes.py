@@ -47,6 +47,14 @@ def filled(keys: Sequence[BlockKey], slot_bytes: int = SLOT) -> list[BlockBuffer
     return buffers
 
 
+class Told(list[int]):
+    """The progress that a read has told of; it wants all."""
+
+    def __call__(self, arrived: int) -> bool:
+        self.append(arrived)
+        return True
+
+
 def bytes_of(buffer: BlockBuffer) -> bytes:
     return b"".join(buffer)
 

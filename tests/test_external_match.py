@@ -342,7 +342,7 @@ class Unruly:
         elif kind == "by request":
             self.abort_external_match = self._abort_by_request  # type: ignore[assignment]
         elif kind == "query result":
-            self.update_state_after_alloc = self._update_with_result  # type: ignore[method-assign]
+            self.update_state_after_alloc = self._update_with_result  # type: ignore[assignment,method-assign]
         self.kind = kind
 
     def _prepare(self, request: Any, num_computed_tokens: int) -> Any:

@@ -208,8 +208,9 @@ def test_of_a_cache_adapters_and_engines_use_only_what_the_contract_declares() -
     used: dict[str, set[str]] = {}
     for name in BY_THE_CONTRACT:
         for node in nodes(all_modules()[name]):
-            owner = node.value if isinstance(node, ast.Attribute) else None
-            if isinstance(owner, ast.Attribute) and owner.attr in {"cache", "_cache"}:
+            if not isinstance(node, ast.Attribute):
+                continue
+            if isinstance(node.value, ast.Attribute) and node.value.attr in {"cache", "_cache"}:
                 used.setdefault(name, set()).add(node.attr)
     assert used["kvpact.vllm.scheduler_side"] & used["kvpact_testkit.engine.scheduler"]
     for name, members in used.items():

@@ -5,7 +5,6 @@ And what its commands say where nothing else is installed.
 
 import json
 import pkgutil
-import re
 import shutil
 import subprocess
 import sys
@@ -43,22 +42,22 @@ def core_modules() -> list[str]:
     return [name for name in found if not name.startswith(NEEDS_ENGINE)]
 
 
-def test_a_plain_install_asks_for_neither_torch_nor_vllm():
+def test_a_plain_install_asks_for_neither_torch_nor_vllm() -> None:
     plain = [line for line in requires("kvpact") or [] if "extra ==" not in line]
-    names = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in plain}
+    names = {Requirement(line).name.lower().replace("_", "-") for line in plain}
     assert names == {"blake3", "msgspec", "numpy", "prometheus-client", "pydantic", "rich", "typer", "xxhash"}
 
 
-def test_the_core_imports_neither_torch_nor_vllm():
+def test_the_core_imports_neither_torch_nor_vllm() -> None:
     assert {"kvpact.identity.keys", "kvpact.config", "kvpact.cli.app", "kvpact.tiers.base"} <= set(core_modules())
     assert imported_with(*core_modules()).isdisjoint(HEAVY)
 
 
-def test_the_command_starts_without_the_weight_of_its_subcommands():
+def test_the_command_starts_without_the_weight_of_its_subcommands() -> None:
     assert imported_with("kvpact.cli.app").isdisjoint({*HEAVY, "numpy", "pydantic", "prometheus_client", "blake3"})
 
 
-def test_kvpact_itself_imports_nothing():
+def test_kvpact_itself_imports_nothing() -> None:
     assert imported_with("kvpact").isdisjoint({*HEAVY, "numpy", "pydantic", "typer", "blake3", "xxhash", "msgspec"})
 
 
@@ -87,7 +86,7 @@ def environment_of(place: Path, name: str, **packages: Path) -> Path:
         for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
             link = site / top
             if not link.is_symlink():
-                link.symlink_to(found.locate_file(top))
+                link.symlink_to(str(found.locate_file(top)))
     for package, folder in packages.items():
         (site / package).symlink_to(folder)
     return place / "bin" / "python"
@@ -102,11 +101,11 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def kit_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the product and the kit, installed so that its commands are found."""
-    folders = {package.__name__: Path(package.__file__).parent for package in (kvpact, kvpact_testkit)}
+    folders = {package.__name__: Path(package.__path__[0]) for package in (kvpact, kvpact_testkit)}
     python = environment_of(tmp_path_factory.mktemp("kit"), "kvpact-testkit", **folders)
     [site] = python.parents[1].glob("lib/python3*/site-packages")
-    metadata = distribution("kvpact-testkit").locate_file(f"kvpact_testkit-{kvpact_testkit.__version__}.dist-info")
-    (site / metadata.name).symlink_to(metadata)
+    name = f"kvpact_testkit-{kvpact_testkit.__version__}.dist-info"
+    (site / name).symlink_to(str(distribution("kvpact-testkit").locate_file(name)))
     return python
 
 
@@ -203,7 +202,7 @@ def test_a_command_of_somebody_elses_that_fails_costs_itself_alone(kit_python: P
 
 
 def test_a_gpu_is_examined_where_there_is_an_engine(bare_python: Path) -> None:
-    command = [bare_python, "-m", "kvpact", "doctor", "--gpu"]
+    command: list[str | Path] = [bare_python, "-m", "kvpact", "doctor", "--gpu"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
     assert "no torch and no vllm here: a GPU is examined through the copies of vLLM" in result.stdout

@@ -51,6 +51,8 @@ def network_use(source: str) -> list[str]:
     """Imports and calls in `source` that could send something somewhere."""
     found = []
     for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Import | ast.ImportFrom | ast.Call):
+            continue
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -66,13 +66,13 @@ def wheels(tmp_path: Path) -> Path:
 def pack(wheels: Path, *options: str) -> Path:
     out = wheels.parent / "pack"
     script = SCRIPTS / "pack_vllm.py"
-    given = ["--wheels", wheels, "--out", out, "--python", HERE, "--max-mb", str(MAX_BYTES / 1e6)]
+    given: list[str | Path] = ["--wheels", wheels, "--out", out, "--python", HERE, "--max-mb", str(MAX_BYTES / 1e6)]
     subprocess.run([sys.executable, script, *given, *options], check=True, timeout=60, stdout=subprocess.DEVNULL)
     return out
 
 
 def unpack(pieces: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-S", pieces / "unpack.py", pieces, target]
+    command: list[str | Path] = [sys.executable, "-I", "-S", pieces / "unpack.py", pieces, target]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

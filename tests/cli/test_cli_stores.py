@@ -276,7 +276,9 @@ def test_a_store_that_cannot_be_reached_is_named_once_and_without_its_password()
         assert "hunter2" not in line
 
 
-def test_tiers_says_why_one_does_not_work_in_full_however_narrow_the_screen(tmp_path: Path, monkeypatch) -> None:
+def test_tiers_says_why_one_does_not_work_in_full_however_narrow_the_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     (tmp_path / "a-file").write_text("")
     (tmp_path / "tier").mkdir()

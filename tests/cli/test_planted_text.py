@@ -73,6 +73,7 @@ def test_h87_what_a_store_holds_does_not_act_on_the_terminal(place: str) -> None
     store.write([f"{group}/{KEY}"], [[b"no record " * 40]])
     store.write([f"{group}/namespace"], [[model.describe().encode()]])
     store.close()
+    command: tuple[str, ...]
     for command in (("inspect",), ("verify",), ("gc", "--yes", "--namespace", "nothing-of-it")):
         said, lines = kvpact(*command, place)
         require_harmless(said, "\\u202e")

@@ -74,7 +74,7 @@ def test_h35_of_two_resets_close_together_the_second_counts_too(
 ) -> None:
     """Where a reset makes a tier clear itself, the first clear ends late, and the second not before the question."""
     gates = [threading.Event(), threading.Event()]
-    clear, calls = tier.clear, []
+    clear, calls = tier.clear, list[int]()
 
     def slow_clear() -> None:
         calls.append(len(calls))
@@ -321,7 +321,7 @@ def test_h69_a_write_that_was_given_up_lands_after_the_reset_and_is_nobodys(
     """As where a client's thread goes on with what its caller has given up: object stores and Mooncake."""
     tier = store(redis_url)
     assert isinstance(tier, SharedTier)
-    write, late = tier.store.write, []
+    write, late = tier.store.write, list[Callable[[], object]]()
 
     def given_up(names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         if names[0].endswith(NAMESPACE_RECORD):

@@ -140,7 +140,7 @@ def test_h21_the_slot_of_a_dropped_block_is_not_reused_while_its_writer_runs() -
 def test_h26_a_failed_reservation_is_never_visible() -> None:
     index = BlockIndex(8)
     slots = reserved(index, "abcd").slots
-    index.complete(slots[:1] + slots[2:])
+    index.complete([*slots[:1], *slots[2:]])
     index.abandon(slots[1:2])
     index.check()
     assert index.held_prefix(chain("abcd")) == index.known_prefix(chain("abcd")) == 1

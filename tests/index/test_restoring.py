@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvpact.index.block_index import ROOT, BlockIndex, StoredBlock
+from kvpact.index.key_table import RowArray
 
 SLOTS = 48
 
@@ -50,10 +52,10 @@ def restored(table: list[StoredBlock], cuts: list[int]) -> tuple[BlockIndex, set
     index.begin_restore()
     for first, end in zip([0, *cuts], [*cuts, SLOTS], strict=True):
         piece = sorted((block for block in table if first <= block.slot < end), key=lambda block: block.slot)
-        names = [np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4) for keys in (
-            [block.key for block in piece], [block.parent or bytes(32) for block in piece])]  # fmt: skip
+        names = [block.key for block in piece], [block.parent or bytes(32) for block in piece]
+        keys, parents = (np.frombuffer(b"".join(one), np.uint64).reshape(-1, 4) for one in names)
         slots = np.array([block.slot for block in piece], np.int64)
-        index.restore_some(slots, *names, np.array([block.last_used for block in piece], np.float64))
+        index.restore_some(slots, keys, parents, np.array([block.last_used for block in piece], np.float64))
     refused = set(index.settle_restore().tolist())
     index.end_restore(index.order_of_use())
     index.check()
@@ -117,7 +119,12 @@ def test_a_chain_costs_few_steps_however_it_lies(backwards: bool, monkeypatch: p
         names, parents = names[::-1], parents[::-1]
     index = BlockIndex(count)
     search = np.searchsorted
-    monkeypatch.setattr(np, "searchsorted", lambda slots, rows: looked_at.append(len(rows)) or search(slots, rows))
+
+    def counted(slots: RowArray, rows: RowArray) -> Any:
+        looked_at.append(len(rows))
+        return search(slots, rows)
+
+    monkeypatch.setattr(np, "searchsorted", counted)
     index.begin_restore()
     for first in range(0, count, 500):
         part = slice(first, first + 500)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
-from kvpact.index.classed_slots import CLASS_SHIFT, EXTENT_SHIFT, ClassedSlots
-from kvpact.index.slot_space import PlainSlots
+from kvpact.index.classed_slots import ClassedSlots
+from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots
 from kvpact.memory import limits
 from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress, SlotClass
 from kvpact.memory.extents import MAX_LOSS, Extents, extents_for, lost_bytes, slots_for
@@ -41,7 +41,8 @@ def ranks_with(*classes: Sequence[int], extent_bytes: Sequence[int] = (), count:
     try:
         yield arena
     finally:
-        for one in (arena, *made):
+        arena.close()
+        for one in made:
             one.close()
 
 
@@ -76,9 +77,10 @@ def test_a_slots_number_says_its_class_extent_and_place() -> None:
 
 def test_an_address_with_other_extents_is_not_this_arena() -> None:
     segment = ArenaSegment.create_extents(Extents(3, 4 * PAGE, (PAGE, 2 * PAGE)), 1)
-    for wrong in ({"num_slots": 4}, {"rank_slot_bytes": 5 * PAGE}):
+    address = segment.address()
+    for wrong in (dataclasses.replace(address, num_slots=4), dataclasses.replace(address, rank_slot_bytes=5 * PAGE)):
         with pytest.raises(KvpactError, match="is not what"):
-            ArenaSegment.attach(dataclasses.replace(segment.address(), **wrong))
+            ArenaSegment.attach(wrong)
     segment.close()
 
 

@@ -19,8 +19,8 @@ NAMES = [f"document {number}" for number in range(6)]
 
 
 def churn(directory: Path, slots: int, seed: int) -> None:
-    disk.TEND_SECONDS, disk.TEND_SHARE = 0.02, 1.0  # other processes come and go
-    two_threads.GROUP_BYTES = 4 * SLOT  # several groups a batch, so that both lanes of a batch die
+    vars(disk).update(TEND_SECONDS=0.02, TEND_SHARE=1.0)  # other processes come and go
+    vars(two_threads).update(GROUP_BYTES=4 * SLOT)  # several groups a batch, so that both lanes of a batch die
     tier = open_tier(directory, slots, timeout=2.0)
     print("ready", flush=True)
 

@@ -113,7 +113,8 @@ sys.addaudithook(_note)
 def files_opened() -> Iterator[list[str]]:
     """The files that this process opens meanwhile."""
     global _opened
-    _opened = noted = []
+    noted: list[str] = []
+    _opened = noted
     try:
         yield noted
     finally:

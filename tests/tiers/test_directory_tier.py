@@ -55,6 +55,11 @@ def open_tier(path: Path, blocks: int = 1000) -> SharedTier:
     return SharedTier(open_store(path, capacity_of(blocks)), NAMESPACE, SLOT)
 
 
+def path_of(tier: SharedTier, key: BlockKey) -> Path:
+    assert isinstance(tier.store, DirectoryStore)
+    return tier.store.path_of(record_name(GROUP, key))
+
+
 def put(tier: Tier, wanted: Document, start: int = 0) -> int:
     return tier.put(wanted.keys, start, filled_buffers(wanted.keys[start:], SLOT, 2))
 
@@ -154,7 +159,7 @@ def test_what_is_used_stays_and_tails_go_before_heads(tmp_path: Path) -> None:
     put(tier, old)
     long_ago = time.time_ns() - int(1e12)
     for number, key in enumerate((*used.keys, *old.keys)):  # `used` is the one written first
-        path = tier.store.path_of(record_name(GROUP, key))
+        path = path_of(tier, key)
         os.utime(path, ns=(long_ago - number % 6, long_ago - number % 6))
     assert tier.lookup(used.keys) == 6
     assert put(tier, document("new", 3)) == 3
@@ -166,7 +171,7 @@ def test_a_record_that_is_looked_up_often_is_touched_once_a_minute(tmp_path: Pat
     tier = open_tier(tmp_path)
     wanted = document("popular", 4)
     put(tier, wanted)
-    paths = [tier.store.path_of(record_name(GROUP, key)) for key in wanted.keys]
+    paths = [path_of(tier, key) for key in wanted.keys]
     written = [path.stat().st_mtime_ns for path in paths]
     assert written == sorted(written, reverse=True)
     tier.lookup(wanted.keys)

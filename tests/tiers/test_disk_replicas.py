@@ -22,10 +22,13 @@ from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import Slab, SlabReader
 from kvpact.tiers.disk.slab_directory import NoRoomYet
+from kvpact.tiers.disk.slab_opening import SlabOpener
 from kvpact.tiers.disk.tier import DiskTier
-from kvpact.tiers.executor import TierExecutor
+from kvpact.tiers.executor import GetDone, TierExecutor
+from kvpact.tiers.record import sound_in_slab
 from slab_scenes import (
     SLOT,
+    Told,
     capacity_for,
     chain,
     files_in,
@@ -133,12 +136,10 @@ def test_h50_a_full_directory_is_shared_out_when_another_engine_comes_and_given_
     assert store(second, chain("mine", SLOTS)) >= 15
     host.settle()
     host.close(second)
-    slab_directory.ABSENT_S, before = 0.0, slab_directory.ABSENT_S
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slab_directory, "ABSENT_S", 0.0)
         host.settle()
         assert store(first, chain("again", SLOTS)) == SLOTS, "the room of the idle slab"
-    finally:
-        slab_directory.ABSENT_S = before
     assert [*host.directory.glob("kvpact/*.slab")] == [first.slab.path]
     host.settle()
     assert first.lookup(chain("mine", SLOTS)) == 0
@@ -255,9 +256,9 @@ def test_a_prompt_comes_from_two_slabs(host: Host) -> None:
     first.delete([KEYS[2]])
     store(reader, KEYS[:1])
     host.settle()
-    told: list[int] = []
+    told = Told()
     buffers = memory(8)
-    assert reader.lookup(KEYS) == 5 == reader.get(KEYS, 0, buffers, lambda arrived: told.append(arrived) is None)
+    assert reader.lookup(KEYS) == 5 == reader.get(KEYS, 0, buffers, told)
     assert told == sorted(told)
     assert told[-1] == 5
 
@@ -304,7 +305,7 @@ def test_h61_reads_of_blocks_that_others_have_evicted_are_no_failures(host: Host
         assert client.submit_get(number, keys, 0, memory(2), time.monotonic())
         while not (done := list(client.poll())):
             time.sleep(0.001)
-        assert [each.arrived for each in done] == [2 if number == 5 else 0]
+        assert [each.arrived if isinstance(each, GetDone) else each for each in done] == [2 if number == 5 else 0]
     assert not client.is_open
     client.executor.close(1.0)
 
@@ -378,11 +379,10 @@ def test_only_headers_that_have_changed_are_decoded(host: Host, monkeypatch: pyt
     for number in range(4):
         store(first, chain(f"document {number}", 4))
     decoded: list[int] = []
-    original = foreign_records.sound_in_slab
 
     def counted(headers: Any, namespace: bytes, max_length: int, slots: Any, refuted: Any) -> Any:
         decoded.extend(slots.tolist())
-        return original(headers, namespace, max_length, slots, refuted)
+        return sound_in_slab(headers, namespace, max_length, slots, refuted)
 
     monkeypatch.setattr(foreign_records, "sound_in_slab", counted)
     second.tend()
@@ -393,7 +393,12 @@ def test_only_headers_that_have_changed_are_decoded(host: Host, monkeypatch: pyt
     reads: list[int] = []
     monkeypatch.setattr(foreign_slab, "AT_REST_S", -1.0)
     second.tend()
-    monkeypatch.setattr(SlabReader, "preadv", staticmethod(lambda *call: reads.append(1) or os.preadv(*call)))
+
+    def reading(descriptor: int, views: list[memoryview], offset: int) -> int:
+        reads.append(1)
+        return os.preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(SlabReader, "preadv", staticmethod(reading))
     second.tend()
     assert (len(decoded), reads) == (19, []), "a file that was not written is not read"
 
@@ -506,7 +511,7 @@ def test_h36_what_was_deleted_stays_deleted_in_a_slab_that_is_taken_over(
     first = host.open()
     store(first, KEYS)
     with monkeypatch.context() as patch:
-        patch.setattr(disk_tier.SlabOpener, "open", no_room)
+        patch.setattr(SlabOpener, "open", no_room)
         second = host.open()
         assert second.lookup(KEYS) == len(KEYS)
         if how == "many":

@@ -25,6 +25,7 @@ from slab_scenes import (
     NAMESPACE,
     OTHER,
     SLOT,
+    Told,
     bytes_of,
     capacity_for,
     chain,
@@ -118,8 +119,8 @@ def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
     monkeypatch.setattr(two_threads, "GROUP_BYTES", 2 * SLOT)
     monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     store(tier, KEYS)
-    told: list[int] = []
-    assert tier.get(KEYS, 0, memory(8), lambda arrived: told.append(arrived) is None) == 8
+    told = Told()
+    assert tier.get(KEYS, 0, memory(8), told) == 8
     assert told == sorted(told)
     assert len(told) > 1
     assert told[-1] == 8

@@ -247,8 +247,8 @@ TestForeignRecords.settings = settings(max_examples=150, stateful_step_count=40,
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=20), doomed=st.lists(st.integers(0, 400), max_size=5))
 def test_h36_all_that_comes_after_a_refused_block_is_refused(part: int, lengths: list[int], doomed: list[int]) -> None:
     """Long chains in slots of any order; worked on in parts of any size."""
-    before, foreign_records.PART = foreign_records.PART, part
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foreign_records, "PART", part)
         count = sum(lengths)
         superblock = Superblock(SLOT, count, NAMESPACE)
         headers = np.zeros(count, FIELDS)
@@ -276,8 +276,6 @@ def test_h36_all_that_comes_after_a_refused_block_is_refused(part: int, lengths:
         assert known.refuse_after(keys) == len(gone)
         known.check()
         assert len(known) == count - len(gone)
-    finally:
-        foreign_records.PART = before
 
 
 def test_a_slab_that_grows_keeps_what_is_known() -> None:

@@ -171,8 +171,8 @@ def test_h73_looking_at_a_bucket_changes_nothing(s3: Traffic) -> None:
     def objects() -> list[object]:
         bucket = S3Store("bucket", endpoint=s3.server, client_options={"allow_http": True})
         pages = list(obstore.list(bucket, prefix="looked"))
-        told = ("path", "size", "e_tag", "last_modified")
-        return [tuple(entry[name] for name in told) for page in pages for entry in page]
+        entries = (entry for page in pages for entry in page)
+        return [(entry["path"], entry["size"], entry["e_tag"], entry["last_modified"]) for entry in entries]
 
     url = f"s3://bucket/looked?endpoint={s3.endpoint}&allow_http=true&timeout=20s"
     store(url, 4).close()

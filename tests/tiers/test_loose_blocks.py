@@ -20,6 +20,7 @@ from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers
 from kvpact_testkit.tier.harness import NAMESPACE
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
+from slab_scenes import Told
 
 SLOT = 8192
 CHAIN = document("chain", 4).keys
@@ -55,14 +56,8 @@ def test_a_tier_of_chains_alone_holds_loose_blocks_too(dictionary: DictionaryTie
     assert dictionary.put_each(LOOSE[:2], filled(LOOSE[:2])) == [True, True]
     assert dictionary.put_each(LOOSE[3:4], filled(LOOSE[3:4])) == [True]
     assert dictionary.lookup_each(LOOSE) == [True, True, False, True, False]
-    buffers, told = empty_buffers(5, SLOT, 2), list[int]()
-    assert dictionary.get_each(LOOSE, buffers, lambda count: told.append(count) is None) == [
-        True,
-        True,
-        False,
-        True,
-        False,
-    ]
+    buffers, told = empty_buffers(5, SLOT, 2), Told()
+    assert dictionary.get_each(LOOSE, buffers, told) == [True, True, False, True, False]
     assert told == [1, 2, 2, 2, 2], "in a row from the first, and told even where nothing more has arrived"
     assert [b"".join(buffers[index]) for index in (0, 1, 3)] == [content(LOOSE[index], SLOT) for index in (0, 1, 3)]
     assert dictionary.get_each(LOOSE, empty_buffers(5, SLOT), lambda count: False) == [True, False, False, False, False]

@@ -13,7 +13,7 @@ from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers
-from slab_scenes import NAMESPACE, SLOT, header_at, open_tier, overwrite, payload_at, slab_path, slot_of
+from slab_scenes import NAMESPACE, SLOT, Told, header_at, open_tier, overwrite, payload_at, slab_path, slot_of
 
 CHAIN = document("chain", 5).keys
 LOOSE = tuple(document(f"loose {number}", 1).keys[0] for number in range(6))
@@ -70,10 +70,8 @@ def test_h22_damage_of_a_loose_block_costs_no_other_one(tier: DiskTier, tmp_path
     put(tier, LOOSE)
     path = slab_path(tmp_path)
     overwrite(path, payload_at(path, slot_of(tier, LOOSE[2])), b"?")
-    told: list[int] = []
-    assert tier.get_each(LOOSE, empty_buffers(6, SLOT), lambda count: told.append(count) is None) == [
-        True, True, False, True, True, True,
-    ]  # fmt: skip
+    told = Told()
+    assert tier.get_each(LOOSE, empty_buffers(6, SLOT), told) == [True, True, False, True, True, True]
     assert set(told) == {2}, "those in a row from the first"
     assert tier.counts().damaged == 1
     assert tier.lookup_each(LOOSE) == [True, True, False, True, True, True]

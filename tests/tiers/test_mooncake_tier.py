@@ -111,14 +111,15 @@ class TestMooncakeTier(TierConformance):
             cls.store.close()
 
     def open_tier(self, place: StoreContext) -> Tier:
-        if self.store is None:  # in another process
-            type(self).store = open_store(os.environ[OF_OTHER_PROCESSES])
+        shared = self.store
+        if shared is None:  # in another process
+            shared = type(self).store = open_store(os.environ[OF_OTHER_PROCESSES])
         store = MooncakeStore(
-            LastingClient(self.store),
-            self.store.master,
+            LastingClient(shared),
+            shared.master,
             prefix=place.name,
             timeout=TIMEOUT,
-            metrics_port=self.store.metrics_port,
+            metrics_port=shared.metrics_port,
         )
         return SharedTier(store, place.namespace, place.slot_bytes, seal=place.seal)
 
@@ -147,6 +148,7 @@ class TestMooncakeTier(TierConformance):
             yield
 
     def damage(self, place: StoreContext, key: BlockKey, how: Damage) -> bool:
+        assert self.store is not None
         client = self.store.client
         group = f"{place.name}/{group_name(place.namespace, place.seal)}"
         name = f"{group}/{key.hex()}"
@@ -265,7 +267,7 @@ def test_what_is_stored_again_is_replaced(pool: MooncakePool) -> None:
         assert store.size(name) == HEADER_BYTES + len(value)
         record = [memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(len(value)))]
         assert store.read([name], [record]) == [True]
-        assert record[1] == value
+        assert record[1].tobytes() == value
 
 
 def test_a_master_that_is_killed_costs_misses_and_comes_back(pool: MooncakePool) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 from urllib.parse import unquote
 
@@ -327,7 +328,7 @@ def test_h10_a_server_that_stays_ill_is_a_miss_in_time(scene: Scene, status: int
     }
     with scene.traffic.spoiled(lambda request: Spoiled(status, code)):
         for call, most in calls.items():
-            assert_ends_within(lambda call=call: seconds_of_a_miss(call), 0.0, most)
+            assert_ends_within(partial(seconds_of_a_miss, call), 0.0, most)
         assert f"HTTP {status} ({code})" in tier.health().reason or "within 0.6 s" in tier.health().reason
     assert tier.counts().failed_reads > 0
     assert (served(tier), stored(tier), tier.health().ok) == (8, 8, True)

@@ -11,9 +11,11 @@ import logging
 import os
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,7 +133,7 @@ def test_h84_while_a_tier_is_open_nobody_else_can_read_it(kind: str, place: Path
 def test_h84_a_group_that_is_named_shares_and_nobody_else(kind: str, place: Path) -> None:
     """Two users of the group, with the umask that most have: each serves what the other stored."""
     url = url_of(kind, place, GROUP)
-    members = {"groups": (GROUP,), "umask": 0o022}
+    members: dict[str, Any] = {"groups": (GROUP,), "umask": 0o022}
     for user, name in ((SECOND_USER, "first"), (OTHER_USER, "second")):
         assert as_user(user, f"{STORE}\nprint(json.dumps(stored({url!r}, {name!r})))", place, **members) == 4
     for user in (SECOND_USER, OTHER_USER):
@@ -250,7 +252,7 @@ def locks_held_by_another_user(place: Path) -> Iterator[None]:
     """Everything that another user can open is locked by him."""
     program = f"import fcntl, json, os, sys\nplace = {str(place)!r}\nos.setgid({OTHER_USER}); os.setuid({OTHER_USER})"
     with subprocess.Popen(
-        [os.sys.executable, "-c", program + HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+        [sys.executable, "-c", program + HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
     ) as other:
         assert other.stdout is not None
         assert other.stdin is not None

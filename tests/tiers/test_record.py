@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,7 +68,7 @@ def test_h22_garbage_is_refused(raw: bytes) -> None:
         ({"parent": b""}, "depth 7 does not fit its parent"),
     ],
 )
-def test_h23_a_record_of_something_else_is_refused_by_name(wrong: dict[str, object], reason: str) -> None:
+def test_h23_a_record_of_something_else_is_refused_by_name(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(RecordError, match=reason):
         decode(replace(HEADER, **wrong).encode())
 

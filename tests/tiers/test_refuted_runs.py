@@ -125,7 +125,7 @@ def test_a_running_engine_learns_of_a_mark_and_keeps_the_records_of_others(
 def test_a_run_is_asked_about_once_in_ten_seconds_and_ones_own_never(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     now = [100.0]
-    monkeypatch.setattr(refuted.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("kvpact.tiers.shared.refuted.time.monotonic", lambda: now[0])
 
     class Counted(DictionaryStore):
         def exists_each(self, names: Any) -> list[bool]:

@@ -47,14 +47,14 @@ class ReplicaMachine(RuleBasedStateMachine):
         """What an engine ever deleted: it may not be served that by all who have it."""
         self.death = Death()
         self.death.tears_between = 256  # a kill tears no header, which lies within a sector and a page
-        self.original, Slab.pwritev = Slab.pwritev, staticmethod(self.death.pwritev)
-        self.start_background, disk_tier.start_background = disk_tier.start_background, lambda *_: None
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(Slab, "pwritev", staticmethod(self.death.pwritev))
+        self.patch.setattr(disk_tier, "start_background", lambda *_: None)
 
     def teardown(self) -> None:
         for tier in self.tiers:
             tier.close()
-        Slab.pwritev = staticmethod(self.original)
-        disk_tier.start_background = self.start_background
+        self.patch.undo()
         shutil.rmtree(self.directory)
 
     def tier(self, number: int) -> DiskTier:
@@ -174,13 +174,17 @@ TestCrowd = CrowdedMachine.TestCase
 TestCrowd.settings = steps
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-class TestReplicasSoak(ReplicaMachine.TestCase):
-    settings = settings(steps, max_examples=1000, stateful_step_count=60)
+class LongReplicaMachine(ReplicaMachine):
+    """For the soak."""
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-class TestCrowdSoak(CrowdedMachine.TestCase):
-    settings = settings(steps, max_examples=1000, stateful_step_count=60)
+TestReplicasSoak = pytest.mark.soak(pytest.mark.timeout(7200)(LongReplicaMachine.TestCase))
+TestReplicasSoak.settings = settings(steps, max_examples=1000, stateful_step_count=60)
+
+
+class LongCrowdedMachine(CrowdedMachine):
+    """For the soak."""
+
+
+TestCrowdSoak = pytest.mark.soak(pytest.mark.timeout(7200)(LongCrowdedMachine.TestCase))
+TestCrowdSoak.settings = settings(steps, max_examples=1000, stateful_step_count=60)

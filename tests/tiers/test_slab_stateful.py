@@ -69,11 +69,11 @@ class SlabMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="kvpact-slab-"))
         self.death = Death()
         self.held: set[bytes] = set()
-        self.original = Slab.pwritev
-        Slab.pwritev = staticmethod(self.death.pwritev)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(Slab, "pwritev", staticmethod(self.death.pwritev))
 
     def teardown(self) -> None:
-        Slab.pwritev = staticmethod(self.original)
+        self.patch.undo()
         self.tier.close()
         shutil.rmtree(self.directory)
 
@@ -213,13 +213,17 @@ TestEviction = EvictingMachine.TestCase
 TestEviction.settings = steps
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-class TestSlabSoak(SlabMachine.TestCase):
-    settings = settings(steps, max_examples=1000, stateful_step_count=60)
+class LongSlabMachine(SlabMachine):
+    """For the soak."""
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-class TestEvictionSoak(EvictingMachine.TestCase):
-    settings = settings(steps, max_examples=1000, stateful_step_count=60)
+TestSlabSoak = pytest.mark.soak(pytest.mark.timeout(7200)(LongSlabMachine.TestCase))
+TestSlabSoak.settings = settings(steps, max_examples=1000, stateful_step_count=60)
+
+
+class LongEvictingMachine(EvictingMachine):
+    """For the soak."""
+
+
+TestEvictionSoak = pytest.mark.soak(pytest.mark.timeout(7200)(LongEvictingMachine.TestCase))
+TestEvictionSoak.settings = settings(steps, max_examples=1000, stateful_step_count=60)
