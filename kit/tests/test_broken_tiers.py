@@ -163,7 +163,7 @@ def test_the_suite_of_an_author_runs_under_pytest_and_names_what_is_broken(tmp_p
         "h20 or processes",
         tmp_path,
     ]
-    path = os.pathsep.join([str(here), str(here.parent), str(here.parent.parent / "src")])
+    path = os.pathsep.join([str(here), *sys.path])
     ran = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},

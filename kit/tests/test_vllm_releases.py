@@ -78,5 +78,6 @@ def test_the_other_process_finds_kvpact_and_an_installed_vllm(monkeypatch: pytes
     monkeypatch.setattr(subprocess, "run", fails)
     with pytest.raises(RuntimeError, match="ended with 1"):
         run_on_release(installed_release(), "kvpact.vllm:PactConnector")
-    first, *_ = started[0]["env"]["PYTHONPATH"].split(os.pathsep)
-    assert Path(first, "kvpact", "__init__.py").is_file()
+    first, *others = started[0]["env"]["PYTHONPATH"].split(os.pathsep)
+    assert Path(first, "kvpact_testkit", "__init__.py").is_file()
+    assert any(Path(folder, "kvpact", "__init__.py").is_file() for folder in others)
