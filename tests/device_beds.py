@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="no engine is installed; `make setup` instal
 
 import torch
 
+from device_plays import Page, Play
 from kvpact.config import load_config
 from kvpact.contract import LoadJob
 from kvpact.memory.arena import ArenaSegment
@@ -28,7 +29,6 @@ from kvpact.worker.device import engine, pinned
 from kvpact.worker.paged import PagedKV, PagedLayer
 from kvpact_testkit.device.hostile_driver import COMPUTING_STREAM, HostileDriver
 from kvpact_testkit.device.played import PlayedDevice
-from kvpact_testkit.device.plays import Page, Play
 
 Replay = Callable[[], Callable[[], list[Page]]]
 """Launches a graph's kernels. What it returns gives, once they are done, what each layer's saw: `[blocks, bytes]`."""

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from device_beds import BLOCKS, LAYERS, LAYOUTS, SLOTS, Bed, CudaBed, bed_named
+from device_plays import Page, page
 from kvpact.contract import LoadJob, SaveJob
-from kvpact_testkit.device.plays import Page, page
 
 ROUNDS = {"fake-cuda": 40, "cuda": 200}
 """Of the played device there are more seeds elsewhere."""

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from device_beds import BEDS, BLOCKS, HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed, CudaBed, bed_named
+from device_plays import Page, page
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.worker.copy.base import Transfer
-from kvpact_testkit.device.plays import Page, page
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *HYBRIDS, *SIZED])

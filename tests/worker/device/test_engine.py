@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from device_beds import HYBRIDS, LAYERS, LAYOUTS, SIZED, SLOTS, Bed
+from device_plays import page
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.memory.arena import ArenaSegment
 from kvpact.worker.copy.base import Transfer
@@ -16,7 +17,6 @@ from kvpact.worker.device.engine import DeviceTransferEngine
 from kvpact.worker.paged import PagedKV
 from kvpact_testkit.device.hostile_driver import HostileDriver
 from kvpact_testkit.device.played import PlayedDevice
-from kvpact_testkit.device.plays import page
 
 torch = pytest.importorskip("torch")
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from device_beds import SIZED, SLOTS, Bed, pinned_bytes
+from device_plays import Play
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.memory import numa
@@ -27,7 +28,6 @@ from kvpact.worker.device import pinned
 from kvpact.worker.device.opened import OpenedDevice
 from kvpact_testkit.device.hostile_driver import HostileError
 from kvpact_testkit.device.played import PlayedDevice
-from kvpact_testkit.device.plays import Play
 
 ONE_CLASS_AND_SEVERAL = ("inside blocks", *SIZED)
 """Layouts by how many classes their slots have."""
