@@ -81,7 +81,7 @@ def options(benchmark: Benchmark, rows: Callable[..., Any], arguments: Sequence[
         if isinstance(default, bool):
             parser.add_argument(flag, default=default, action=argparse.BooleanOptionalAction)
         elif isinstance(default, list | tuple):
-            kind = _numbers if all(isinstance(one, int) for one in default) else _words
+            kind: Callable[[str], object] = _numbers if all(isinstance(one, int) for one in default) else _words
             parser.add_argument(flag, default=default, type=kind, metavar="A,B,...")
         elif default is not inspect.Parameter.empty:
             kind = Path if default is None else type(default)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,10 +29,12 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
-from cold_costs import FOLDER, Cost, Meter
-from measured_hooks import LEAVE_OUT, SUSPECTS
 from tokenizers import Tokenizer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.cold_costs import FOLDER, Cost, Meter
+from benchmarks.measured_hooks import LEAVE_OUT, SUSPECTS
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.model import ensure_model
 from kvpact_testkit.demo.phases import Plan, kvpact_config
@@ -53,10 +56,10 @@ def one_start(
     for name in ("disk", "hooks"):
         (directory / name).mkdir()
     config = kvpact_config(directory / "disk", directory / "stats.json", chosen.memory or plan.memory)
-    config |= {"kv_connector": "MeasuredPactConnector", "kv_connector_module_path": "measured_hooks"}
+    config |= {"kv_connector": "MeasuredPactConnector", "kv_connector_module_path": "benchmarks.measured_hooks"}
     if chosen.no_disk:
         config["kv_connector_extra_config"]["tiers"] = []
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, FOLDER: str(directory / "hooks"), LEAVE_OUT: chosen.leave_out}
     arguments = plan.engine_arguments()
     settings = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,10 @@ def _measure(page_bytes: int, blocks: int, scattered: bool, rounds: int) -> list
 
     found = []
     for way, one in (("gather", copier.gather), ("scatter", copier.scatter)):
-        ours, by_page, one_call = [], [], []
+        ours, by_page, one_call = list[float](), list[float](), list[float]()
         for number in range(rounds + 1):
             actions = [
-                (ours, lambda one=one: every_group(one)),
+                (ours, partial(every_group, one)),
                 (by_page, each_page),
                 (one_call, lambda: np.copyto(target, source)),
             ]

@@ -67,7 +67,7 @@ class Run:
         """An engine of this run. The one without a connector keeps all prompts, the others forget."""
         import kvpact
 
-        paths = (Path(kvpact.__file__).parents[1], Path(__file__).parent, os.environ.get("PYTHONPATH", ""))
+        paths = (Path(kvpact.__file__).parents[1], Path(__file__).parents[1], os.environ.get("PYTHONPATH", ""))
         room = self.longest_bytes + self.longest_bytes // 4 if transfer else self.all_bytes
         return EngineSettings(
             self.model,
@@ -93,7 +93,7 @@ def hook_times(folder: Path) -> Path:
 
 def _measured(run: Run, folder: Path, transfer: Mapping[str, Any]) -> EngineSettings:
     hook_times(folder).mkdir()
-    named = {"kv_connector": "MeasuredPactConnector", "kv_connector_module_path": "measured_hooks"}
+    named = {"kv_connector": "MeasuredPactConnector", "kv_connector_module_path": "benchmarks.measured_hooks"}
     return run.settings({**transfer, **named}, {FOLDER: str(hook_times(folder))})
 
 

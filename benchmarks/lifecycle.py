@@ -36,8 +36,7 @@ DISK_LIMIT_TOKENS = 131_072
 
 def transfer(subject: str, blocks: int, block_size: int, folder: Path | None, lmcache_port: int = 0) -> dict[str, Any]:
     """Fields of `KVTransferConfig`: the cache has room for `blocks` blocks. LMCache's is what its server has."""
-    config: dict[str, Any]
-    module, name, config = {
+    fields: dict[str, tuple[str, str, dict[str, Any]]] = {
         "kvpact": (
             "kvpact.vllm",
             "PactConnector",
@@ -70,7 +69,8 @@ def transfer(subject: str, blocks: int, block_size: int, folder: Path | None, lm
                 "lmcache.mp.mp_transfer_mode": "lmcache_driven",
             },
         ),
-    }[subject]
+    }
+    module, name, config = fields[subject]
     if folder is not None:
         config["tiers"] = [f"disk://{folder}?capacity={max(2 * blocks * SLOT_BYTES, 1 << 30)}B"]
         config |= {
@@ -172,7 +172,7 @@ def _measure(
     cases: defaultdict[str, _Case] = defaultdict(_Case)
     warm = "hit" if requests == 1 else "arrivals"
     shape = {"tokens": tokens, "block_size": block_size, "chunk": chunk, "requests": requests}
-    with started(subjects, 2, lmcache_port=lmcache_port, **shape) as halves:
+    with started(subjects, 2, None, lmcache_port, **shape) as halves:
         for number in range(rounds + 1):  # the first round warms up and is not counted
             prompts = random_prompts(number, tokens, requests)
             order = list(halves.items())

@@ -16,8 +16,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from cold_costs import FOLDER, SECONDS
-
+from benchmarks.cold_costs import FOLDER, SECONDS
 from kvpact.memory.prefault import PageTaker
 from kvpact.vllm import PactConnector
 from kvpact.worker.transfer import RankTransfers
@@ -36,7 +35,7 @@ class MeasuredPactConnector(PactConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         left_out = os.environ.get(LEAVE_OUT)
         if left_out == "prefault":
-            PageTaker.start = lambda pages: None  # type: ignore[method-assign]
+            PageTaker.start = lambda self: None  # type: ignore[method-assign]
         elif left_out == "copy":
             RankTransfers.start_saves = _refuse  # type: ignore[method-assign]
         super().__init__(vllm_config, role, kv_cache_config)
@@ -67,5 +66,5 @@ class MeasuredPactConnector(PactConnector):
         return measured
 
 
-def _refuse(worker: RankTransfers, jobs: Any) -> None:
+def _refuse(self: RankTransfers, jobs: Any) -> None:
     raise RuntimeError("left out")

@@ -11,7 +11,7 @@ import atexit
 import gc
 import json
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -74,7 +74,7 @@ def _model(max_model_len: int) -> Any:
 class Spent:
     """CPU seconds of the connector's hooks, by part, and of the dearest step."""
 
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     worst_step: float = 0.0
     steps: int = 0
     each_step: list[float] = field(default_factory=list)

@@ -142,7 +142,7 @@ def archives(wheels: Sequence[Path]) -> dict[str, list[tuple[Path, Keep]]]:
     ours = [wheel for wheel in wheels if name_of(wheel) not in {*engine, named(VLLM)}]
     found: dict[str, list[tuple[Path, Keep]]] = {"kvpact": [(wheel, is_kept) for wheel in ours]}
     theirs = [(wheel, is_kept) for wheel in wheels if name_of(wheel) in engine]
-    found["vllm"] = [(wheel, is_python_of_vllm) for wheel in vllm] + theirs
+    found["vllm"] = [*((wheel, is_python_of_vllm) for wheel in vllm), *theirs]
     for name, libraries in LIBRARIES.items():
         found[name] = [(wheel, libraries.__contains__) for wheel in vllm]
     return {name: parts for name, parts in found.items() if parts}

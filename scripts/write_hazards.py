@@ -39,7 +39,7 @@ def ids_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
         found |= {name.upper() for name in re.findall(r"(?<=_)[hpt]\d{1,3}(?=_)", function.name)}
     for decorator in function.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in PROTECTS:
-            found |= {value.value for value in decorator.args if isinstance(value, ast.Constant)}
+            found |= {str(value.value) for value in decorator.args if isinstance(value, ast.Constant)}
     return found
 
 

@@ -123,10 +123,11 @@ class Memoises(LeasesAnew):
     def prepare_external_match(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch:
         known: dict[str, ExternalKVMatch] = self.__dict__.setdefault("_known", {})
         found = known.get(request.request_id)
-        held = self.account.open.get(request.request_id, ())
+        held = self.account.open.get(request.request_id, [])
+        question = (num_computed_tokens, request.num_tokens)
         lease = found.query_result if found is not None else None
-        if lease in held and lease.question == (num_computed_tokens, request.num_tokens):  # type: ignore[union-attr]
-            return found  # type: ignore[return-value]
+        if found is not None and isinstance(lease, Lease) and lease in held and lease.question == question:
+            return found
         known[request.request_id] = super().prepare_external_match(request, num_computed_tokens)
         return known[request.request_id]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvpact.contract import ExternalMatchExit
 from kvpact_testkit.engine import Engine, EngineConfig, Request, V1ConnectorCache, V1ConnectorWorker
 from leasing import KINDS, Account, Leasing
 from tuple_connector import Key, Store, TupleScheduler, TupleWorker
@@ -42,7 +43,9 @@ def prompt_of(number: int) -> list[int]:
     return [number * 1000 + place for place in range(PROMPT_BLOCKS * BLOCK)]
 
 
-def _run(account: Account, step: Callable[[], object], is_over: Callable[[], bool], ends: Counter[str]) -> Run:
+def _run(
+    account: Account, step: Callable[[], object], is_over: Callable[[], bool], ends: Counter[ExternalMatchExit]
+) -> Run:
     most = 0
     for _ in range(STEPS):
         if is_over():
@@ -71,7 +74,7 @@ def run_on_vllm(kind: str, num_blocks: int, *, scheduler: str = "", **others: An
     for number, name in enumerate(names):
         engine.add(name, prompt_of(number), max_tokens=OUTPUT_TOKENS)
     exits = getattr(engine.scheduler, "exits", None)
-    ends: Counter[str] = exits.trackers[0].ends if exits is not None else Counter()
+    ends: Counter[ExternalMatchExit] = exits.trackers[0].ends if exits is not None else Counter()
     ends.clear()
     try:
         return _run(account, engine.step, lambda: all(map(engine.ended, names)), ends)

@@ -157,7 +157,8 @@ class PlayedEngine:
     def _end_step(self, computed: int) -> None:
         work = self._timed("end_step", computed, self.cache.end_step)
         report = carried_out(work)
-        blocks = sum(len(job.block_ids) for job in (*work.loads, *work.saves))
+        jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
+        blocks = sum(len(job.block_ids) for job in jobs)
         self._timed("report", computed, lambda: self.cache.apply_report(report), blocks)
 
     def _have(self, before: int, computed: int) -> None:

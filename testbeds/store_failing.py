@@ -26,7 +26,8 @@ from typing import Any
 import redis
 
 from kvpact.metrics import STEP_BOUNDS, STEP_SECONDS
-from kvpact_testkit.demo.engine import EngineProcess, Output, one_core_each
+from kvpact_testkit.demo.engine import EngineProcess, one_core_each
+from kvpact_testkit.demo.messages import Output
 from servers.object_server import Spoiled, Traffic, object_server
 from servers.redis_server import RedisServer, free_ports, program, redis_server
 from store_sharing import IDLE_SECONDS, at_rest, engines
@@ -385,7 +386,8 @@ class Pair:
 
     def read_blocks(self) -> float:
         """What was read from tiers until the engine with kvpact was last idle."""
-        return sum(count for name, count in self.cached.stats().items() if name.startswith("read_blocks"))
+        stats: dict[str, float] = self.cached.stats()
+        return sum(count for name, count in stats.items() if name.startswith("read_blocks"))
 
     def _turn(self, engine: EngineProcess) -> Turn:
         seeds = list(islice(self.asked, CLIENTS))

@@ -19,7 +19,8 @@ from forked_engine import ForkedEngine
 from kvpact.tiers.registry import open_store
 from kvpact.tiers.shared.inspection import StoreReport, verify_store
 from kvpact.tiers.urls import parse_tier_url
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.messages import Output
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, object_server
 from servers.redis_server import redis_cluster, redis_server
@@ -139,7 +140,7 @@ def engines(
 ) -> Iterator[list[EngineProcess]]:
     """One engine for each configuration, started side by side and asked once, so that none is cold."""
     with ExitStack() as stack:
-        running = []
+        running: list[EngineProcess] = []
         for number, transfer in enumerate(transfers):
             settings = EngineSettings(model, transfer, ONE_AT_A_TIME, {**CREDENTIALS, **(environment or {})})
             running.append(ForkedEngine(settings, work / f"engine-{number}.log"))

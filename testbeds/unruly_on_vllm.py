@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -38,13 +38,17 @@ class Unruly(SimpleConnector):
         self.last: dict[str, Lease] = {}
         self.asks_every_step = self.form == "abort by request" and self.random.random() < 0.3
         if self.form == "query result":
-            self.update_state_after_alloc = self._update_with_result
+            hooks: dict[str, Callable[..., Any]] = {"update_state_after_alloc": self._update_with_result}
         elif self.form == "abort by request":
-            self.abort_external_match = self._abort_by_request
+            hooks = {"abort_external_match": self._abort_by_request}
         else:
-            self.prepare_external_match, self.abort_external_match = self._prepare, self._abort
-            self.commit_external_match = self._commit if self.form == "pact" else self._commit_all
-            self.confirm_external_match = self._confirm
+            hooks = {
+                "prepare_external_match": self._prepare,
+                "abort_external_match": self._abort,
+                "commit_external_match": self._commit if self.form == "pact" else self._commit_all,
+                "confirm_external_match": self._confirm,
+            }
+        self.__dict__.update(hooks)
 
     def _mood(self, *moods: str) -> str:
         """Well in half of all cases."""

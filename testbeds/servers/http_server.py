@@ -109,7 +109,8 @@ class Server:
     @property
     def model(self) -> str:
         """The name under which the server answers."""
-        return self.client.models.list().data[0].id
+        name: str = self.client.models.list().data[0].id
+        return name
 
     def leave_after(self, tokens: list[int], chunks: int) -> None:
         """Ask for a long answer as a stream, and hang up after a few chunks of it."""

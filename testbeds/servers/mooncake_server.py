@@ -103,7 +103,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
             return
         time.sleep(0.02)
     process.kill()
-    raise AssertionError(f"{process.args} does not listen on port {port}: {log.read_text()[-2000:]}")
+    raise AssertionError(f"{process.args!r} does not listen on port {port}: {log.read_text()[-2000:]}")
 
 
 def free_port() -> int:

@@ -147,9 +147,12 @@ def object_server() -> Iterator[Traffic]:
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=said, stderr=said
     )
-    handler = type("Handler", (_Handler,), {})
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    traffic = handler.traffic = Traffic(port, f"http://127.0.0.1:{proxy.server_address[1]}", f"http://127.0.0.1:{port}")
+
+    class Handler(_Handler):
+        """Of this server."""
+
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    traffic = Handler.traffic = Traffic(port, f"http://127.0.0.1:{proxy.server_address[1]}", f"http://127.0.0.1:{port}")
     proxy.daemon_threads = True
     thread = threading.Thread(target=proxy.serve_forever, args=(0.05,), name="object-proxy", daemon=True)
     try:

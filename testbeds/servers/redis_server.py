@@ -201,7 +201,14 @@ def redis_cluster(
     with ExitStack() as servers:
         nodes = []
         for port, bus in zip(ports[:MASTERS], ports[MASTERS:], strict=True):
-            options = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-config-file", f"{port}.conf")
+            options: tuple[str, ...] = (
+                "--cluster-enabled",
+                "yes",
+                "--cluster-port",
+                str(bus),
+                "--cluster-config-file",
+                f"{port}.conf",
+            )
             if tls is not None:
                 options += ("--tls-cluster", "yes")
             nodes.append(

@@ -106,6 +106,7 @@ class CompanyEngine:
             self.core.step_fn()
         cache, context = self._opened.own, self.connector.scheduler_side.context
         cache.check()
+        assert context is not None
         return {
             "leases": int(self.counts["leases_held"]),
             "loads": int(cache.under_way["loads"]),

@@ -41,7 +41,7 @@ Pages = dict[str, list[str]]
 IMAGE_MARKS = 256
 """Below this a token stands for a byte, and for nothing of an image."""
 
-WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048, "max_model_len": 2048}
+WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048, "max_model_len": 2048}
 """Engine arguments with which a prompt is computed in one step."""
 
 

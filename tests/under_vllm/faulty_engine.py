@@ -12,7 +12,8 @@ from typing import Any
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config
 from forked_engine import ForkedEngine
-from kvpact_testkit.demo.engine import EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineSettings
+from kvpact_testkit.demo.messages import Output
 
 HERE = Path(__file__).parent
 TIGHT_KV_BLOCKS = 24

@@ -119,7 +119,7 @@ class WithAQueryResult(Leasing):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         return *self.lease(request, num_computed_tokens), intern(f"result for {request.request_id}")
 
-    def update_state_after_alloc(  # type: ignore[override]
+    def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int, query_result: object = None
     ) -> None:
         if query_result is not None:

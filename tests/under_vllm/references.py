@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines import BLOCK
-from kvpact_testkit.demo.engine import EngineProcess, Output
+from kvpact_testkit.demo.engine import EngineProcess
+from kvpact_testkit.demo.messages import Output
 
 
 class References:

@@ -16,7 +16,7 @@ from company_answers import Said
 from slab_surgery import SlabSurgery
 
 from kvpact.identity.keys import BlockKeys, RequestIdentity
-from kvpact_testkit.demo.engine import Output
+from kvpact_testkit.demo.messages import Output
 
 Blocks = Mapping[tuple[int, ...], np.ndarray]
 """All tokens up to the end of a block -> its keys and values, in float32."""

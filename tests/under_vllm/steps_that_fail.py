@@ -53,13 +53,13 @@ def engine_over(config: dict[str, Any], **settings: Any) -> Iterator[VllmEngine]
 def break_next_load(engine: VllmEngine) -> list[int]:
     """The next copy into the last stage's blocks fails; the list gets an item when it did."""
     copier: Any = engine.ranks[-1].connector.cache_worker.transfers.engine.copier
-    scatter, failed = copier.scatter, []
+    scatter, failed = copier.scatter, list[int]()
 
     def fail(*arguments: Any) -> None:
-        if failed:
-            return scatter(*arguments)
-        failed.append(1)
-        raise RuntimeError("injected")
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("injected")
+        scatter(*arguments)
 
     copier.scatter = fail
     return failed

@@ -28,7 +28,8 @@ class SlowSaves:
 
     def __init__(self, engine: PlayedEngine) -> None:
         self.go_on = threading.Event()
-        copier = engine.worker.cache_worker.transfers.engine.copier
+        cache_worker: Any = engine.worker.cache_worker
+        copier = cache_worker.transfers.engine.copier
         gather = copier.gather
 
         def slow_gather(*arguments: Any) -> None:

@@ -14,7 +14,8 @@ from model_families import gemma_like, gpt_oss_like, llama4_like
 
 from engines import BLOCK, BLOCK_BY_BLOCK, IN_ONE_PROCESS, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact_testkit.demo.engine import EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineSettings
+from kvpact_testkit.demo.messages import Output
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ from faulty_engine import TIGHT_KV_BLOCKS, FaultyEngine
 from references import References
 
 from engines import BLOCK, prompt
-from kvpact_testkit.demo.engine import Output
+from kvpact_testkit.demo.messages import Output
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -187,8 +187,8 @@ def test_h07_h10_h74_a_copy_that_hangs_for_ever_costs_its_request_the_deadline(
     assert_right(references, other, beside, reused=0)
     if blocks == LARGE:
         assert beside.first_token_seconds < DEADLINE <= hangs.first_token_seconds
-    for again in (later, tokens):
-        assert references.agree(again, faulty_engine.ask(again, keep_local=True))
+    for asked in (later, tokens):
+        assert references.agree(asked, faulty_engine.ask(asked, keep_local=True))
     assert faulty_engine.free_blocks <= free - blocks, "the copy's blocks are nobody's"
     faulty_engine.fail()
     until = time.monotonic() + 20.0

@@ -18,7 +18,8 @@ from trainer import ARGUMENTS, ENVIRONMENT, Trainer
 
 from engines import BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output, loading_on_all_cores
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, loading_on_all_cores
+from kvpact_testkit.demo.messages import Output
 from servers.redis_server import RedisServer, redis_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

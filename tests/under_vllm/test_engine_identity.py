@@ -18,7 +18,8 @@ import pytest
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.model import TINY_SHAPE
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(900)]

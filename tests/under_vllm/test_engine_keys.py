@@ -79,7 +79,8 @@ def configured(file: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any],
 def kvpact_json(*arguments: object) -> dict[str, Any]:
     program = "from kvpact.cli.app import main; main()"
     command = [sys.executable, "-c", program, *map(str, arguments), "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return said
 
 
 def told(log: str, half: str) -> str:
@@ -181,9 +182,11 @@ def test_h85_what_an_engine_is_told_is_never_logged_in_clear(
     caplog.set_level(logging.DEBUG, logger="kvpact")
     with redis_server(tmp_path / "redis", password="another one") as server:
         tiers = [f"redis://kira:{SECRET}@{server.address}/0", f"redis://kira:{SECRET}@127.0.0.1:1/0"]
+        settings: dict[str, Any] = {"tiers": tiers}
         if place == "environment":
             monkeypatch.setenv("KVPACT_TIERS", " ".join(tiers))
-        engine = PlayedEngine(tmp_path / "engine", **({} if place == "environment" else {"tiers": tiers}))
+            settings = {}
+        engine = PlayedEngine(tmp_path / "engine", **settings)
         try:
             asked = make_prompt(1, 6)
             assert engine.generate(asked).said == answer(asked, 3)

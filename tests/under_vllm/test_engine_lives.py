@@ -19,7 +19,8 @@ from slab_surgery import SlabSurgery
 from engines import BLOCK, BLOCK_BY_BLOCK, IN_ONE_PROCESS, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
 from kvpact.tiers.disk.inspection import VerifyReport, verify_slab
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.messages import Output
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # the lives are lived in the first test's set-up

@@ -14,7 +14,8 @@ from references import References
 from spread import answers_apart
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, leases_when, prompt
-from kvpact_testkit.demo.engine import EngineProcess, Output
+from kvpact_testkit.demo.engine import EngineProcess
+from kvpact_testkit.demo.messages import Output
 from scene_host import SceneHost
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

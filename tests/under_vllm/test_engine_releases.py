@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,8 +38,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(0)]
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheels")
-    pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "-w", folder]
-    subprocess.run([*pip, ROOT, ROOT / "kit"], check=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "-w", str(folder)]
+    subprocess.run([*pip, str(ROOT), str(ROOT / "kit")], check=True)
     return folder
 
 
@@ -64,7 +65,7 @@ def test_the_demonstration_passes_on_an_engine_of(release: str, python: Path, tm
     """Alone in its environment: neither this checkout nor this interpreter's packages are on its path."""
     assert release in RELEASES
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVPACT_"))}
-    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    run: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     found = subprocess.run([python, "-c", BY_NAME], timeout=300, **run)
     assert found.stdout.splitlines()[-1:] == [f"{release} kvpact.vllm.connector"], found.stderr[-2000:]
     figures = tmp_path / "figures.json"

@@ -17,7 +17,8 @@ import pytest
 
 from engines import BLOCK, BLOCK_BY_BLOCK, IN_ONE_PROCESS, kvpact_transfer_config, prompt
 from kvpact.tiers.disk.inspection import SlabSummary, scan_directory, verify_slab
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.messages import Output
 from slab_scenes import files_in
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]

@@ -20,7 +20,8 @@ from step_answers import Seen
 
 from engines import BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.messages import Output
 from scene_host import SceneHost
 
 HERE = Path(__file__).parent

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
 from hub_cache import add_commit
 from kvpact.metrics import series
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.messages import Output
 
 pytestmark = pytest.mark.engine
 
@@ -38,6 +40,10 @@ def change_embeddings(model: Path) -> None:
     for start, end in ((8, rows // 2 - 8), (rows // 2 + 8, rows)):
         table[start:end] = torch.roll(table[start:end], 1, dims=0)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def has_written(engine: EngineProcess, blocks: int) -> bool:
+    return bool(engine.stats().get(WRITTEN, 0) == blocks)
 
 
 def wait_for(holds: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -135,7 +141,7 @@ def assert_nothing_in_common(
             engine.reset_prefix_cache()
             answers.append(engine.generate(PROMPTS))
             assert cached(answers[-1]) == [BLOCKS * BLOCK] * 2
-            wait_for(lambda engine=engine: engine.stats().get(WRITTEN, 0) == 2 * BLOCKS)
+            wait_for(partial(has_written, engine, 2 * BLOCKS))
             engine.discard()
         change_embeddings(model)
     assert not same_answers(*answers), "the weights are others"

@@ -17,7 +17,8 @@ from trainer import ARGUMENTS, ENVIRONMENT, Trainer
 from documents import block_with
 from engines import BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
-from kvpact_testkit.demo.engine import EngineError, EngineProcess, EngineSettings, Output
+from kvpact_testkit.demo.engine import EngineError, EngineProcess, EngineSettings
+from kvpact_testkit.demo.messages import Output
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(300)]
 

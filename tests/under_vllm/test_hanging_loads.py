@@ -29,7 +29,8 @@ class HangingCopies:
         self.go_on = threading.Event()
         self.hung = threading.Event()
         self.garbage = False
-        self._copier = engine.worker.cache_worker.transfers.engine.copier
+        cache_worker: Any = engine.worker.cache_worker
+        self._copier = cache_worker.transfers.engine.copier
         self._scatter = self._copier.scatter
         self._copier.scatter = self._slow_scatter
 

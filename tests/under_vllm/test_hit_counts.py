@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def _play(start: Callable[..., PlayedEngine], seed: int) -> int:
         requests.append(engine.add(prompt, dice.randrange(1, 60)))
         for _ in range(dice.randrange(8)):
             leaves = dice.random() < 0.05
-            engine.step((lambda gone=requests[-1]: engine.cancel(gone)) if leaves else None)
+            engine.step(partial(engine.cancel, requests[-1]) if leaves else None)
     engine.run(30.0)
     for played in requests:
         assert played.said == answer(played.request.prompt_token_ids, len(played.said))

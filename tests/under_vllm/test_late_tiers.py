@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ class Reading:
                 raise weights.ReadingStopped("told to stop")
         if self.error is not None:
             raise self.error
-        return weights.sha256(path.read_bytes()).hexdigest()
+        return sha256(path.read_bytes()).hexdigest()
 
     def end(self) -> None:
         self.goes_on.set()
@@ -84,6 +85,10 @@ def assert_right(engine: PlayedEngine, prompts: list[list[int]], cached_blocks: 
         assert played.cached_tokens == cached_blocks * BLOCK
 
 
+def has_room(engine: PlayedEngine) -> bool:
+    return engine.counts[ROOM] > 0
+
+
 def step_until(engine: PlayedEngine, holds: Callable[[], bool]) -> None:
     """Steps without requests, as an engine takes while something is under way."""
     until = time.monotonic() + 20.0
@@ -120,7 +125,7 @@ def test_h39_other_weights_find_nothing(start: Callable[..., PlayedEngine], read
     for content in (b"one", b"two"):
         write_weights(tmp_path, content)
         engine = start()
-        step_until(engine, lambda engine=engine: engine.counts[ROOM] > 0)
+        step_until(engine, partial(has_room, engine))
         assert_right(engine, PROMPTS, 0)
         flush(engine)
         engine.close()

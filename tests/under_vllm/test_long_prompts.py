@@ -31,7 +31,7 @@ def half() -> Iterator[SchedulerHalf]:
     logging.disable(logging.WARNING)
     try:
         shape = {"tokens": TOKENS + 1, "block_size": BLOCK_SIZE, "chunk": CHUNK, "requests": 1}
-        with started(["kvpact"], 2 * RUNS, **shape) as halves:
+        with started(["kvpact"], 2 * RUNS, None, **shape) as halves:
             yield halves["kvpact"]
     finally:
         logging.disable(logging.NOTSET)

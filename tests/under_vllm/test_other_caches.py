@@ -75,6 +75,7 @@ def test_p9_blocks_that_fail_to_load_are_computed_and_the_cache_serves_on(start:
     engine = start()
     cached_blocks(engine, STORED)
     transfers = engine.worker.cache_worker.transfers
+    assert transfers is not None
     whole = transfers.engine
     transfers.engine = FaultyEngine(whole, lambda job, block: True)
     cached_blocks(engine, STORED)

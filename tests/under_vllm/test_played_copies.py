@@ -164,7 +164,7 @@ def test_copies_by_vllms_calls_bring_back_what_was_there(whose: str) -> None:
     assert [problem for seed in range(SEEDS) if (problem := problem_of(seed, *SUBJECTS[whose]))] == []
 
 
-SWAP = PlayedPlatform.swap
+SWAP: Callable[..., None] = PlayedPlatform.swap
 
 WITHOUT: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
     "vLLM's fence behind what is computed": ("vLLM's", PlayedStream, "wait_stream", lambda *_: None),
@@ -180,8 +180,8 @@ WITHOUT: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("missing", WITHOUT)
 def test_without_a_wait_some_seed_finds_wrong_bytes(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whose, *place = WITHOUT[missing]
-    monkeypatch.setattr(*place)
+    whose, kind, name, instead = WITHOUT[missing]
+    monkeypatch.setattr(kind, name, instead)
     assert any(problem_of(seed, *SUBJECTS[whose]) for seed in range(SEEDS))
 
 

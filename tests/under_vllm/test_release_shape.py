@@ -77,8 +77,8 @@ def take_away(monkeypatch: pytest.MonkeyPatch, use: Use, name: str) -> None:
         others = {one.name: one for one in owner if one.name != name}
         monkeypatch.setattr(importlib.import_module(module), kind, type(kind, (), others))
     elif inspect.isclass(owner):
-        for kind in inspect.getmro(owner)[:-1]:
-            take_from(monkeypatch, kind, name)
+        for base in inspect.getmro(owner)[:-1]:
+            take_from(monkeypatch, base, name)
     elif isinstance(owner, FunctionType):
         monkeypatch.setattr(owner, "__code__", without_name(owner, name))
     else:

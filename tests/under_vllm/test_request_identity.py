@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from kvpact.identity.weights import adapter_digest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
@@ -209,7 +212,7 @@ def continue_session(session: Request, tokens: list[int], features: list[MultiMo
     session.status = RequestStatus.RUNNING
     scheduler = SimpleNamespace(hash_block_size=BLOCK, log_stats=False, num_waiting_for_streaming_input=0)
     update = StreamingUpdate(features, tokens, 8, 0.0, SamplingParams(max_tokens=8))
-    Scheduler._update_request_as_session(scheduler, session, update)  # type: ignore[arg-type]
+    Scheduler._update_request_as_session(scheduler, session, update)
 
 
 def test_h47_media_of_later_chunks_are_in_the_keys_of_the_blocks_that_they_fill(identities: RequestIdentities) -> None:
@@ -330,8 +333,8 @@ def test_h47_an_adapter_whose_files_changed_under_the_engine_is_not_cached(
 ) -> None:
     """What vLLM has loaded under the id may be the old files or the new ones, also if no request came before."""
     folder = tmp_path / "adapters" / "style"
-    for path, weights in ((folder, b"old"), (folder.parent / "waiting", b"new"), (tmp_path / "spare/style", b"new")):
-        write_adapter(path, weights)
+    for place, weights in ((folder, b"old"), (folder.parent / "waiting", b"new"), (tmp_path / "spare/style", b"new")):
+        write_adapter(place, weights)
     (tmp_path / "link").symlink_to(folder)
     path = str(tmp_path / "link" if replace is replace_link else folder)
     time.sleep(TICK)
@@ -390,13 +393,13 @@ def test_adapters_that_vllm_would_read_otherwise_are_others(tmp_path: Path) -> N
 def test_an_adapter_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_adapter(tmp_path / "one", b"1")
     engine = RequestIdentities(config())
-    asked, reads = [], adapter_digests.adapter_digest
+    asked = list[Path]()
 
     def fail_once(folder: Path) -> str:
         asked.append(folder)
         if len(asked) == 1:
             raise OSError("the file server is away")
-        return reads(folder)
+        return adapter_digest(folder)
 
     monkeypatch.setattr(adapter_digests, "adapter_digest", fail_once)
     assert read(engine, with_adapter(path)) is None
@@ -424,9 +427,15 @@ def test_h67_no_input_of_users_fills_a_map_without_bound(tmp_path: Path) -> None
     thread.close()
 
 
+def hold(began: threading.Event, gate: threading.Event) -> None:
+    """Have the thread that reads contents wait."""
+    began.set()
+    gate.wait(60)
+
+
 def test_h67_jobs_that_wait_are_bounded_and_one_that_is_refused_is_not_cached() -> None:
     engine, gate, began = RequestIdentities(config()), threading.Event(), threading.Event()
-    engine.contents.ask(lambda: began.set() or gate.wait(60))
+    engine.contents.ask(partial(hold, began, gate))
     assert began.wait(60)
     views = [VllmRequest(make(mm_features=[picture(1.0, f"{number}")]), engine) for number in range(MAX_JOBS + 1)]
     assert not any(view.identity for view in views)
@@ -543,7 +552,7 @@ def test_p11_a_request_waits_for_its_digests_no_longer_than_its_deadline() -> No
 
 def test_what_nobody_wants_digested_any_more_is_let_go() -> None:
     engine, gate, began = RequestIdentities(config()), threading.Event(), threading.Event()
-    engine.contents.ask(lambda: began.set() or gate.wait(60))
+    engine.contents.ask(partial(hold, began, gate))
     assert began.wait(60)
     embeds = rows()
     remains = weakref.ref(embeds)
@@ -599,7 +608,7 @@ def test_p11_a_digest_that_takes_long_and_a_tier_that_hangs_have_one_deadline(
     """The digest takes 40 s of the 60 s that a request may wait, and 20 s later the engine computes it."""
     bits, length = torch.rand(4 * 16 + 5, 8).to(torch.bfloat16), 4 * 16 + 5
     brought = {"prompt_embeds": bits, "prompt_is_token_ids": [False] * length}
-    settings = {"tiers": [f"disk://{tmp_path}?capacity=1MiB"], "prepare_deadline": "60s"}
+    settings: dict[str, Any] = {"tiers": [f"disk://{tmp_path}?capacity=1MiB"], "prepare_deadline": "60s"}
     with closing(PlayedEngine(tmp_path / "before", **settings)) as before:
         before.generate([0] * length, **brought)
     digest, asked, read, monotonic, later = *[threading.Event() for _ in range(3)], time.monotonic, [0.0]

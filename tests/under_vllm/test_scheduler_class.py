@@ -88,8 +88,8 @@ def test_each_exit_is_said_by_its_name(scenario: str) -> None:
     wanted = EXITS[scenario]
     play(scenario)
     assert wanted in heard("abort" if wanted.is_dropped else "postpone")
-    assert all(ExternalMatchExit(said).is_dropped for said in heard("abort"))
-    assert not any(ExternalMatchExit(said).is_dropped for said in heard("postpone"))
+    assert all(ExternalMatchExit(str(said)).is_dropped for said in heard("abort"))
+    assert not any(ExternalMatchExit(str(said)).is_dropped for said in heard("postpone"))
 
 
 @contextmanager
@@ -304,13 +304,17 @@ def test_p14_a_refusal_that_comes_too_late_costs_the_step_of_those_who_share_the
     engine.close()
 
 
+def at_most(left: int) -> Callable[[str, int], int]:
+    return lambda request_id, tokens: min(left, tokens)
+
+
 def test_a_refusal_under_pressure_and_an_abort_in_that_very_step() -> None:
     """The head is refused, a running request is preempted or blocked, and the head is cancelled while the step runs."""
     for tokens_left in (0, 2 * BLOCK, 9 * BLOCK):
         with engine_of(num_blocks=24) as engine:
             engine.add("wall", prompt(2, 9), max_tokens=40)
             engine.step()
-            Leasing.begin(lambda request_id, tokens, left=tokens_left: min(left, tokens))
+            Leasing.begin(at_most(tokens_left))
             engine.add("refused", [*STORED, 1], max_tokens=4)
             engine.add("next", prompt(5, 2), max_tokens=20)
             engine.abort("refused", during_step=True)

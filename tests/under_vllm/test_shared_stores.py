@@ -33,7 +33,7 @@ from hook_time import (
 from kvpact.cache.budget import STEP_BUDGET_SECONDS
 from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from servers.mooncake_server import mooncake_pool
-from servers.object_server import CREDENTIALS, Spoiled, Traffic, object_server
+from servers.object_server import CREDENTIALS, Spoil, Spoiled, Traffic, object_server
 from servers.redis_server import RedisServer, redis_cluster, redis_server
 
 KINDS = ("dir", "redis", "redis+cluster", "s3", "mooncake")
@@ -370,8 +370,12 @@ def test_an_object_store_that_fails_and_slows_down_costs_hits_and_nothing_else(
         Spoiled(delay_s=5.0),
         Spoiled(part=0.5),
     ]
+
+    def often(spoil: Spoiled) -> Spoil:
+        return lambda request: spoil if choose.random() < 0.6 else None
+
     for spoil in spoils:
-        with traffic.spoiled(lambda request, spoil=spoil: spoil if choose.random() < 0.6 else None):
+        with traffic.spoiled(often(spoil)):
             load.run(1.5)
     until, read = time.monotonic() + 15.0, engine.counts['read_blocks{tier="object"}']
     while engine.counts['read_blocks{tier="object"}'] < read + 10:
@@ -390,16 +394,16 @@ def test_p11_requests_that_come_at_once_are_prepared_over_several_steps(
     ask_all(first := start(store))
     flush(first)
     second = start(store)
-    side = second.connector.scheduler_side
-    budget, prepared = second.connector.guard.budget, []
-    prepare = side.cache.prepare_external_match
+    cache: Any = second.connector.scheduler_side.cache
+    budget, prepared = second.connector.guard.budget, list[tuple[str, int]]()
+    prepare = cache.prepare_external_match
 
     def costly(view: Any, num_computed_tokens: int) -> Any:
-        prepared.append((view.request_id, side.cache.ledger.step))
+        prepared.append((view.request_id, cache.ledger.step))
         budget.charge(perf_counter() - 2 * STEP_BUDGET_SECONDS)
         return prepare(view, num_computed_tokens)
 
-    side.cache.prepare_external_match = costly
+    cache.prepare_external_match = costly
     played = [second.add(prompt) for prompt in PROMPTS]
     second.run()
     for one, prompt in zip(played, PROMPTS, strict=True):
@@ -418,7 +422,9 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
 ) -> None:
     """Who wakes up may have the core of the scheduler's thread; the step's time is measured by then."""
     engine = start(store)
-    (queue,) = engine.connector.scheduler_side.mounted.queues
+    mounted = engine.connector.scheduler_side.mounted
+    assert mounted is not None
+    (queue,) = mounted.queues
     told: list[str] = []
     end_step, flush_queue = engine.connector.guard.end_step, queue.flush
     build, under_way = engine.connector.build_connector_meta, []
@@ -428,10 +434,17 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
         under_way.append(queue.under_way)
         flush_queue()
 
-    monkeypatch.setattr(
-        engine.connector, "build_connector_meta", lambda output: (build(output), told.append("ended"))[0]
-    )
-    monkeypatch.setattr(engine.connector.guard, "end_step", lambda: (told.append("measured"), end_step()))
+    def build_and_tell(output: Any) -> Any:
+        built = build(output)
+        told.append("ended")
+        return built
+
+    def tell_and_end() -> None:
+        told.append("measured")
+        end_step()
+
+    monkeypatch.setattr(engine.connector, "build_connector_meta", build_and_tell)
+    monkeypatch.setattr(engine.connector.guard, "end_step", tell_and_end)
     monkeypatch.setattr(queue, "flush", flush)
     ask_all(engine)
     assert any(under_way), "no tier had anything to do"

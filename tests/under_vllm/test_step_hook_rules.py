@@ -455,7 +455,7 @@ def test_h91_the_worker_returns_what_its_base_returns_and_is_its_base_where_noth
     monkeypatch.setattr(base, "initialize_from_config", lambda self, kv_cache_config: answer)
     monkeypatch.setattr(worker_module, "_connector", lambda: connector)
     worker = KvpactWorker.__new__(KvpactWorker)
-    vars(worker).update(vars(engine_worker()))
+    worker.__dict__.update(vars(engine_worker()))
     assert worker.initialize_from_config(ATTENTION) is answer
     assert (worker.step_hook is not None) == isinstance(connector, Fixed)
     output = step([new("r")], {"r": 40})

@@ -96,7 +96,7 @@ def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
     slots.clear()
     get = tiers[0].get
 
-    def slow(*arguments: Any, **options: Any) -> int:
+    def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.8)
         return get(*arguments, **options)
 
@@ -119,7 +119,7 @@ def test_reading_ends_when_the_step_may_load_no_more_and_no_tier_is_blamed(
     assert reader.read(store.address, [Wanted(0, KEYS[:4], 0, [0, 1, 2, 3])], ALL)[0] == {0: 4}
     get, go_on = tiers[0].get, threading.Event()
 
-    def hang(keys: Any, *arguments: Any, **options: Any) -> int:
+    def hang(keys: Any, *arguments: Any, **options: Any) -> Any:
         assert len(keys) == 4 or go_on.wait(20.0)
         return get(keys, *arguments, **options)
 
@@ -163,7 +163,7 @@ def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
     sick, calls, go_on = tiers[0], [], threading.Event()
     get = sick.get
 
-    def hang(*arguments: Any, **options: Any) -> int:
+    def hang(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
         assert go_on.wait(20.0)
         return get(*arguments, **options)

@@ -16,7 +16,7 @@ from faulty_engine import FaultyEngine
 from references import References
 
 from engines import BLOCK, BLOCK_BY_BLOCK, prompt
-from kvpact_testkit.demo.engine import Output
+from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.phases import settle
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 

@@ -61,7 +61,8 @@ class Ranks:
         pages = [memoryview(bytearray(4096)) for _ in range(2)]
         self.writers = [NoticeWriter(page) for page in pages]
         self.cache = Told()
-        self.watch = WeightsWatch(pages, self.cache)
+        cache: Any = self.cache
+        self.watch = WeightsWatch(pages, cache)
 
     def all(self, method: str, *arguments: str) -> None:
         for writer in self.writers:

@@ -234,7 +234,8 @@ class Attention:
         self._k_scale, self._v_scale = torch.tensor(1.0), torch.tensor(1.0)
         self._k_scale_float = self._v_scale_float = 1.0
         self.impl = SimpleNamespace()
-        (self if place == "layer" else self.impl).isa = isa
+        holder: Any = self if place == "layer" else self.impl
+        holder.isa = isa
         self.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: backend)
         vars(self).update(attributes)
 

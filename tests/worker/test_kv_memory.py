@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from kvpact.config import load_config
-from kvpact.contract import LoadJob, SaveJob, StepWork
+from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork
 from kvpact.errors import ConfigError, KvpactError
 from kvpact.memory.arena import ArenaSegment, Standing
 from kvpact.wire import StepMessage
@@ -41,7 +42,7 @@ class Rank:
         return OnDevice(tensor) if self.device is not None else tensor
 
     @staticmethod
-    def new_tensors(tokens: int = 16) -> dict[str, torch.Tensor]:
+    def new_tensors(tokens: int = 16) -> dict[str, Any]:
         return {f"layer.{n}": torch.zeros((BLOCKS, 2, tokens, 8), dtype=torch.float16) for n in range(LAYERS)}
 
     def fill(self, block: int, value: float) -> None:
@@ -63,7 +64,7 @@ class Rank:
     def end(self, *jobs: LoadJob | SaveJob) -> set[int]:
         """The jobs of these that did not fail."""
         self.order(*jobs)
-        outcomes = {}
+        outcomes: dict[int, JobOutcome] = {}
         until = time.monotonic() + 10
         while not {job.job_id for job in jobs} <= outcomes.keys():
             assert time.monotonic() < until, "jobs end in time"
@@ -74,7 +75,7 @@ class Rank:
                 self.device.driver.finish()
         return {job_id for job_id, outcome in outcomes.items() if not outcome.failed.ranges}
 
-    def move(self) -> dict[str, torch.Tensor]:
+    def move(self) -> dict[str, Any]:
         """The KV memory goes and comes back elsewhere. Returns the tensors of before, in which each byte is 7."""
         self.worker.suspend()
         before, self.tensors = self.tensors, self.new_tensors()
@@ -154,20 +155,25 @@ def test_copies_prove_themselves_anew_after_each_sleep(elsewhere: bool) -> None:
     device = PlayedDevice(3)
     device.checks_first = 1
     rank = Rank(device)
-    standing = rank.worker.hello().segment
-    arena = ArenaSegment.attach(standing)
+    hello = rank.worker.hello()
+    assert hello is not None
+    arena = ArenaSegment.attach(hello.segment)
+
+    def standing() -> Standing:
+        return arena.standing
+
     rank.fill(4, 2)
     for number in range(2):
         assert rank.end(save_job(2 * number, [5], [4])) == {2 * number}
-        assert arena.standing is Standing.OPEN
+        assert standing() is Standing.OPEN
         assert rank.end(load_job(2 * number + 1, [5], [4], False)) == {2 * number + 1}
-        assert arena.standing is Standing.PROVEN
+        assert standing() is Standing.PROVEN
         if elsewhere:
             rank.move()
         else:
             rank.worker.suspend()
             rank.memory.resume()
-        assert arena.standing is Standing.OPEN
+        assert standing() is Standing.OPEN
     rank.worker.shutdown()
     arena.close()
 

@@ -87,7 +87,7 @@ class Displaced:
 
 def test_wrong_addresses_do_not_prove_themselves(bed: Bed) -> None:
     """Blocks are read as the engine reads them, by its own tensors."""
-    engine = Displaced(bed.engine, bed.paged.num_blocks)
+    engine: Any = Displaced(bed.engine, bed.paged.num_blocks)
     with pytest.raises(ConfigError, match=r"5 of 5 blocks came back .* or were not where the engine reads them"):
         require_round_trip(engine, bed.paged, bed.segment, SLOTS)
 
@@ -155,7 +155,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_device_that_is_too_slow_is_refused(bed: Bed, clock: list[float]) -> None:
-    engine = SlowAtFirst(bed.engine, 99, clock)
+    engine: Any = SlowAtFirst(bed.engine, 99, clock)
     with pytest.raises(ConfigError, match=r"5 blocks of .* took 0.25 s in the best of 3 attempts, and may take 0.2 s"):
         require_round_trip(engine, bed.paged, bed.segment, SLOTS)
     assert engine.loads == 4, "and what was in the blocks is back"
@@ -163,7 +163,7 @@ def test_a_device_that_is_too_slow_is_refused(bed: Bed, clock: list[float]) -> N
 
 @pytest.mark.parametrize(("slow", "loads"), [(0, 2), (1, 3), (2, 4)])
 def test_the_best_attempt_counts(bed: Bed, clock: list[float], slow: int, loads: int) -> None:
-    engine = SlowAtFirst(bed.engine, slow, clock)
+    engine: Any = SlowAtFirst(bed.engine, slow, clock)
     require_round_trip(engine, bed.paged, bed.segment, SLOTS)
     assert engine.loads == loads
 

@@ -158,7 +158,12 @@ def test_a_first_rank_without_memory_stops_the_others_by_name() -> None:
     told: list[bytes] = []
     config = load_config({"memory": "1KiB"}, {})
     tensors = {"layer": torch.zeros((BLOCKS, TOKENS, LATENT))}
-    first = CacheWorker(config, RankInfo(0, 2, BLOCKS, sharing=Sharing(0, 2, 2, lambda it: told.append(it) or it)), {})
+
+    def tell(word: bytes) -> bytes:
+        told.append(word)
+        return word
+
+    first = CacheWorker(config, RankInfo(0, 2, BLOCKS, sharing=Sharing(0, 2, 2, tell)), {})
     with pytest.raises(ConfigError, match="memory: "):
         first.register_kv_caches(tensors)
     assert told == [b""], "the others wait for a word"

@@ -401,7 +401,8 @@ def test_layers_that_lie_inside_blocks_are_joined_and_come_back_bit_for_bit(sync
 
 def test_layers_are_joined_only_where_they_are_neighbours() -> None:
     def groups(*layers: Any) -> list[int]:
-        return [len(group) for group in PagedKV.from_tensors(dict(enumerate(layers)), BLOCKS).groups]
+        named = {f"layer.{number}": layer for number, layer in enumerate(layers)}
+        return [len(group) for group in PagedKV.from_tensors(named, BLOCKS).groups]
 
     inside = torch.zeros((BLOCKS, 8, 16))
     assert groups(*(inside[:, layer] for layer in range(8))) == [2] * 4

@@ -15,7 +15,7 @@ from kvpact.worker.copy.base import Transfer
 from kvpact.worker.device.base import Addresses
 from kvpact.worker.device.engine import DeviceTransferEngine
 from kvpact.worker.paged import PagedKV
-from kvpact_testkit.device.hostile_driver import HostileDriver
+from kvpact_testkit.device.hostile_driver import AccessOrder, HostileDriver
 from kvpact_testkit.device.played import PlayedDevice
 
 torch = pytest.importorskip("torch")
@@ -220,7 +220,7 @@ class Beside:
         assert self.engine.copies_per_block == copies_per_block
         self.device.driver.copy_batch = self._count  # type: ignore[method-assign]
 
-    def _count(self, targets: Addresses, *others: object) -> None:
+    def _count(self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int) -> None:
         self.device.driver.num_entries += len(targets)
 
     def load(self, slots: range) -> Transfer:
@@ -259,7 +259,7 @@ def test_32k_tokens_are_loaded_beside_a_decode_in_so_many_steps(
     blocks = 2048
     beside = Beside(blocks, copies_per_block)
     load = beside.load(range(blocks))
-    seconds = []
+    seconds = list[float]()
     while sum(seconds) < blocks * copies_per_block * 0.6e-6 * 0.999:
         seconds.append(beside.step())
     assert len(seconds) == steps

@@ -101,7 +101,7 @@ class Mutant:
         package.mkdir()
         (package / "__init__.py").touch()
         for other in MODULES:
-            tree = ast.parse((FOLDER / f"{other}.py").read_text())
+            tree: ast.AST = ast.parse((FOLDER / f"{other}.py").read_text())
             if other == module:
                 tree = Sites(module, chosen).visit(tree)
             source = ast.unparse(ast.fix_missing_locations(tree))
@@ -113,7 +113,7 @@ class Mutant:
             self.engine = importlib.import_module(f"{name}.engine")
         finally:
             sys.path.remove(str(folder))
-        self.engine.MAX_BATCH_ENTRIES = MAX_ENTRIES
+        vars(self.engine)["MAX_BATCH_ENTRIES"] = MAX_ENTRIES
 
     def problem(self, seed: int) -> str:
         """What the play of this seed finds; "" for nothing."""

@@ -26,6 +26,7 @@ from kvpact.worker.copy import transfer_engine_for
 from kvpact.worker.device import opened as opened_module
 from kvpact.worker.device import pinned
 from kvpact.worker.device.opened import OpenedDevice
+from kvpact.worker.round_trip import require_round_trip
 from kvpact_testkit.device.hostile_driver import HostileError
 from kvpact_testkit.device.played import PlayedDevice
 
@@ -139,14 +140,13 @@ def test_ranks_with_the_same_slots_try_their_copies_in_turns_and_one_may_be_unab
 ) -> None:
     """The trial writes to slots that all of them have: at the same time each would find the others' bytes."""
     ranks = [bed.segment, *(SharedSlots.attach(bed.segment.address()) for _ in range(2))]
-    trial = opened_module.require_round_trip
     trying: list[object] = []
 
     def counted(*arguments: Any) -> None:
         trying.append(arguments)
         assert len(trying) == 1
         time.sleep(0.02)
-        trial(*arguments)
+        require_round_trip(*arguments)
         trying.remove(arguments)
 
     monkeypatch.setattr(opened_module, "require_round_trip", counted)
@@ -248,7 +248,7 @@ def test_whatever_call_is_refused_at_the_start_nothing_is_left(bed: Bed, for_goo
     """One call after the other is refused: the start is refused with one message, or goes on without."""
     outcomes, threads = [], running()
     for refused in (*range(1, 12), *range(12, 60, 8)):
-        calls, names = itertools.count(), []
+        calls, names = itertools.count(), list[str]()
         device = device_of(bed)
 
         def refuse(

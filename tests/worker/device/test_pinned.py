@@ -50,7 +50,7 @@ def segment() -> Iterator[ArenaSegment]:
 
 
 def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegment) -> None:
-    device, told = Limited(), []
+    device, told = Limited(), list[int]()
     slots = chunked(3 * SLOT_BYTES + 100, device, segment)
     assert (slots.chunk_bytes, slots.usable) == ([3 * SLOT_BYTES], 0)
     slots.start(told.append)
@@ -71,7 +71,7 @@ def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegme
 
 def test_classes_that_share_extents_are_pinned_extent_by_extent() -> None:
     segment = ArenaSegment.create_extents(Extents(5, 3 * 4096, (4096, 3 * 4096)), 1)
-    device, told = Limited(), []
+    device, told = Limited(), list[int]()
     slots = chunked(6 * 4096, device, segment)
     slots.start(told.append)
     assert slots.wait_for_first(5)
@@ -84,7 +84,7 @@ def test_classes_that_share_extents_are_pinned_extent_by_extent() -> None:
 
 def test_an_extent_that_is_too_large_is_pinned_in_several_chunks() -> None:
     segment = ArenaSegment.create_extents(Extents(2, 5 * 4096, (4096, 5 * 4096)), 1)
-    device, told = Limited(), []
+    device, told = Limited(), list[int]()
     slots = chunked(2 * 4096, device, segment)
     slots.start(told.append)
     assert slots.wait_for_first(5)
@@ -154,7 +154,7 @@ def test_an_engine_waits_for_the_first_bytes_and_no_longer(
 def test_a_containers_limit_leaves_what_it_allows_and_is_named(
     segment: ArenaSegment, caplog: pytest.LogCaptureFixture, most: int
 ) -> None:
-    device, told = Limited(most * SLOT_BYTES), []
+    device, told = Limited(most * SLOT_BYTES), list[int]()
     slots = chunked(2 * SLOT_BYTES, device, segment)
     with caplog.at_level(logging.WARNING):
         slots.start(told.append)

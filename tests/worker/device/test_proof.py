@@ -93,7 +93,6 @@ class Engine:
         self.jobs = self.wrong = 0
         """Reported as done, and not right though."""
 
-    @property
     def standing(self) -> Standing:
         return self.segment.standing
 
@@ -141,12 +140,12 @@ class Engine:
 def test_64_loads_and_64_saves_prove_a_rank_and_a_return_of_its_memory_begins_anew(layout: str) -> None:
     one = Engine(Plain("", "", lambda number: False), layout)
     for number in range(FIRST):
-        assert one.standing is Standing.OPEN, number
+        assert one.standing() is Standing.OPEN, number
         one.run("load")
         one.run("save")
-    assert one.standing is Standing.PROVEN
+    assert one.standing() is Standing.PROVEN
     one.engine.rebind(one.paged)
-    assert one.standing is Standing.OPEN
+    assert one.standing() is Standing.OPEN
     assert (one.jobs, one.wrong) == (2 * FIRST, 0)
     one.close()
 
@@ -155,9 +154,9 @@ def test_a_rank_that_stores_nothing_is_proven_by_its_loads() -> None:
     one = Engine(Plain("", "", lambda number: False), first=2)
     one.engine.proof = Proof(one.paged, one.segment, one.device, stores=False, first=2)
     one.run("load")
-    assert one.standing is Standing.OPEN
+    assert one.standing() is Standing.OPEN
     one.run("load")
-    assert one.standing is Standing.PROVEN
+    assert one.standing() is Standing.PROVEN
     one.close()
 
 
@@ -169,10 +168,10 @@ def test_a_wrong_copy_among_the_first_is_not_reported_as_done_and_ends_all(
 ) -> None:
     one = Engine(Plain(kind, fault, lambda number: number == at))
     for _ in range(at):
-        assert one.standing is not Standing.REFUTED
+        assert one.standing() is not Standing.REFUTED
         one.run(kind)
     assert (one.device.faults, one.wrong, one.jobs) == (1, 0, at)
-    assert one.standing is Standing.REFUTED
+    assert one.standing() is Standing.REFUTED
     for later in KINDS:
         one.run(later)
     assert one.wrong == 0
@@ -183,7 +182,7 @@ def test_a_wrong_copy_among_the_first_is_not_reported_as_done_and_ends_all(
     assert shape in said.getMessage()
     assert "torch.uint8 [24, 8192], 1 runs of 8192 bytes a block, block stride 49152" in said.getMessage()
     one.engine.rebind(one.paged)
-    assert one.standing is Standing.REFUTED, "for good"
+    assert one.standing() is Standing.REFUTED, "for good"
     one.close()
 
 
@@ -191,7 +190,7 @@ def later_fault(kind: str, seed: int, begins: int) -> tuple[int, int]:
     """Jobs of which each is wrong from `begins` on, until it is found: how many, and how many were reported as done."""
     random.seed(seed)
     one = Engine(Plain(kind, FAULTS[seed % len(FAULTS)], lambda number: number >= begins), seed=seed)
-    while one.standing is not Standing.REFUTED:
+    while one.standing() is not Standing.REFUTED:
         one.run(kind)
         assert one.jobs < 3 * begins, "found by then"
     found = one.jobs - begins, one.wrong
@@ -234,10 +233,14 @@ def test_every_job_is_checked_whenever_it_arrives_and_right_copies_pass(layout: 
     bed = Bed(layout, seed)
     assert bed.device is not None
     proof = bed.engine.proof = Noting(bed.paged, bed.segment, bed.device, stores=True, first=1 << 30)
-    proof.checked, ordered = set(), set()
+    proof.checked, ordered = set[int](), set[int]()
 
     def noted(order: Callable[[Sequence[Job]], Any]) -> Callable[[Sequence[Job]], Any]:
-        return lambda jobs: (ordered.update(job.job_id for job in jobs), order(jobs))[1]
+        def note(jobs: Sequence[Job]) -> Any:
+            ordered.update(job.job_id for job in jobs)
+            return order(jobs)
+
+        return note
 
     bed.engine.load, bed.engine.save = noted(bed.engine.load), noted(bed.engine.save)
     assert bed.play(seed, steps=20) == []

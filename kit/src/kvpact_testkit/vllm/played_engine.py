@@ -222,7 +222,7 @@ class PlayedEngine:
             if not self.step():
                 time.sleep(0.001)
 
-    def step(self, before_update: Callable[[], None] | None = None) -> int:
+    def step(self, before_update: Callable[[], object] | None = None) -> int:
         """One step, as the engine's core and its runner do it; the number of tokens computed.
 
         `before_update` runs where the core takes in cancellations: when the step is executed and not yet judged.
