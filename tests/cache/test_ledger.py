@@ -140,7 +140,7 @@ def test_every_state_can_be_reached_and_left_unless_it_is_an_ending() -> None:
     assert {state for state, _ in TRANSITIONS} == set(State) - ENDINGS
 
 
-@pytest.mark.parametrize("name", ["docs/lifecycle.md", "docs/contract-on-vllm.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/lifecycle.md", "README.md"])
 def test_the_picture_in_the_documentation_is_drawn_from_the_table(name: str) -> None:
     path = REPOSITORY / name
     text = path.read_text(encoding="utf-8") if path.exists() else ""
