@@ -14,6 +14,8 @@ from documents import ROOT, documents, load_script
 
 PAGES = [*ROOT.glob("*.md"), *documents()[1:], ROOT / "benchmarks" / "RESULTS.md", ROOT / "kit" / "CHANGELOG.md"]
 SOURCE = ROOT / "src" / "kvpact"
+HOMES = (SOURCE, ROOT / "kit" / "src", ROOT)
+"""Where a page's `file.py` may be: in the product, in the kit (`kvpact_testkit/file.py`), or in `testbeds/`."""
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 ANCHORED = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
@@ -49,8 +51,9 @@ def elsewhere(name: str) -> list[str]:
     """Where the code has the last part of `name`, for the message of a test that fails."""
     last = name.rpartition(".")[2]
     return [
-        f"{path.relative_to(SOURCE)}:{found}"
-        for path in sorted(SOURCE.rglob("*.py"))
+        f"{path.relative_to(home)}:{found}"
+        for home in HOMES[:2]
+        for path in sorted(home.rglob("*.py"))
         for found in sorted(names_of(path))
         if found.rpartition(".")[2] == last
     ]
@@ -61,7 +64,7 @@ def missing_names(text: str) -> list[str]:
     return [
         f"{path}:{name} (now {', '.join(elsewhere(name)) or 'nowhere'})"
         for path, name in NAME.findall(text)
-        if name and not ((SOURCE / path).is_file() and name in names_of(SOURCE / path))
+        if name and not any((home / path).is_file() and name in names_of(home / path) for home in HOMES)
     ]
 
 
@@ -144,10 +147,13 @@ def test_each_answer_to_where_would_i_change_is_a_file_and_a_name() -> None:
     for question, answer in rows:
         found = NAME.findall(answer)
         assert found, f"{question}: {answer} names no file"
-        assert all((SOURCE / path).is_file() for path, _ in found), f"{question}: {answer}"
+        assert all(any((home / path).is_file() for home in HOMES) for path, _ in found), f"{question}: {answer}"
 
 
 def test_code_and_pages_cite_no_document_that_is_not_here() -> None:
     """A page in capitals, `DESIGN` or the like, is one that its reader would not find."""
-    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [*SOURCE.rglob("*.py"), *PAGES]}
+    texts = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in [*SOURCE.rglob("*.py"), *HOMES[1].rglob("*.py"), *PAGES]
+    }
     assert [name for name, text in texts.items() if re.search(r"\b(?:DESIGN|HOUSE|HAZARDS|STYLE)\b", text)] == []

@@ -14,7 +14,7 @@ from documents import ROOT, document_blocks, documents
 
 PAGE = ROOT / "docs" / "public-names.md"
 WITH_MODULE: list[str] = re.findall(
-    r"^\| `(kvpact\.[\w.]+)` \| (?:stable|not yet) \| \S", PAGE.read_text(), re.MULTILINE
+    r"^\| `((?:kvpact|kvpact_testkit)\.[\w.]+)` \| (?:stable|not yet) \| \S", PAGE.read_text(), re.MULTILINE
 )
 """The names of the second table."""
 
@@ -26,7 +26,7 @@ def imported_names(program: str) -> Iterator[str]:
             found = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        yield from (name for name in found if name.split(".")[0] == "kvpact")
+        yield from (name for name in found if name.split(".")[0] in ("kvpact", "kvpact_testkit"))
 
 
 def typed_names() -> Iterator[tuple[str, str]]:

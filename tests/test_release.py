@@ -34,7 +34,7 @@ def test_the_two_distributions_have_one_version_and_a_section_in_each_changelog(
 @pytest.mark.parametrize("name", ["kvpact", "kvpact-testkit"])
 def test_what_an_index_shows_has_links_that_work_there(name: str) -> None:
     shown = metadata(name)
-    links = re.findall(r"\]\(([^)]+)\)", str(shown.get_payload()))
+    links = re.findall(r"\]\(([^)]+)\)", str(shown.json["description"]))
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     assert len(links) > 5 or name != "kvpact"
     assert any(url.startswith("Repository, https://") for url in shown.get_all("Project-URL") or [])

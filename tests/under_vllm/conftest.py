@@ -15,7 +15,7 @@ from engines import BLOCK_BY_BLOCK, IN_ONE_PROCESS, EnginePool
 from kvpact_testkit.demo.engine import EngineSettings, one_core_each
 
 if TYPE_CHECKING:
-    from kvpact_testkit.vllm.played_engine import PlayedEngine
+    from vllm_played_engine import PlayedEngine
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def faulty_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
     """Starts a played engine with these tiers and settings."""
-    from kvpact_testkit.vllm.played_engine import PlayedEngine
+    from vllm_played_engine import PlayedEngine
 
     engines: list[PlayedEngine] = []
 

@@ -23,7 +23,7 @@ from kvpact.vllm import worker as worker_module
 from kvpact.vllm.adapter_watch import watch_adapters
 from kvpact.vllm.compat.objects import LOAD_ADAPTER
 from kvpact.vllm.worker import KvpactWorker
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt
 
 BLOCKS = 6
 PROMPT = make_prompt(1, BLOCKS)

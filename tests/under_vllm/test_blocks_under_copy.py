@@ -20,7 +20,7 @@ from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.vllm import checks
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
+from vllm_played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
 
 
 class SlowSaves:

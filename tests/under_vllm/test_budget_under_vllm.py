@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 import step_connector
 from hooked_engine import STORED, hooked_engine
 
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 BLOCKS = 6
 PROMPTS = [make_prompt(seed, BLOCKS) for seed in range(3)] + [make_prompt(3, 2)]

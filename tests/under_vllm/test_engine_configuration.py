@@ -23,7 +23,7 @@ from kvpact.vllm import checks
 from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDULER
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import KvpactScheduler, pact_scheduler
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 WITHOUT = "kvpact: this engine was started without kvpact's "
 """Begins the line that says which promises fall without kvpact's classes."""

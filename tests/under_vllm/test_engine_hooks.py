@@ -20,7 +20,7 @@ from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.vllm.messages import PactHandshake, PactMetadata
 from kvpact.wire import StepMessage
 from kvpact_testkit.vllm.faulty_copies import FaultyEngine
-from kvpact_testkit.vllm.played_engine import (
+from vllm_played_engine import (
     BLOCK,
     PlayedEngine,
     PlayedRequest,

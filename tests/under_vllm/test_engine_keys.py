@@ -22,8 +22,8 @@ from engines import BLOCK, BLOCK_BY_BLOCK, prompt
 from kvpact.config import KvpactConfig
 from kvpact.metrics import series
 from kvpact_testkit.demo.engine import EngineProcess
-from kvpact_testkit.vllm.played_engine import PlayedEngine, answer, make_prompt
 from servers.redis_server import redis_server
+from vllm_played_engine import PlayedEngine, answer, make_prompt
 
 SECRET = "hunter2"
 BLOCKS = 4

@@ -18,7 +18,7 @@ from engines import kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
 from kvpact_testkit.demo.engine import EngineSettings
 from kvpact_testkit.demo.phases import settle
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 FLOOD, SHORT_FLOOD = 500, 100
 REFERENCES = 10

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.vllm.compat import late_loads
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 DEADLINE = 0.3
 """Seconds."""

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from kvpact.contract import JobOutcome, LoadJob
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.vllm.scheduler import KvpactScheduler
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
+from vllm_played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 
 BLOCKS = 6
 TAIL = 5

@@ -19,8 +19,8 @@ from kvpact.cache import late_tiers
 from kvpact.errors import ConfigError
 from kvpact.identity import base_weights, weights
 from kvpact.threads import LOW_PRIORITY
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from servers.redis_server import redis_server
+from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(3)]
 HELD, ROOM = 'held_blocks{tier="disk"}', 'capacity_blocks{tier="disk"}'

@@ -15,7 +15,7 @@ from kvpact.contract import CacheSpec, ExternalCache
 from kvpact.errors import ConfigError
 from kvpact.identity.notices import NoticeWriter
 from kvpact_testkit.vllm.faulty_copies import FaultyEngine
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = "minimal_cache:MinimalCache"

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
+import device_plays as plays
 from device_beds import BLOCKS, HYBRIDS, LAYOUTS, SIZED, Bed, pinned_bytes
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.memory.arena import ArenaSegment
@@ -25,7 +26,7 @@ from kvpact.vllm.device import VllmDevice
 from kvpact.worker.copy.base import Job
 from kvpact.worker.device import engine
 from kvpact.worker.paged import PagedKV
-from kvpact_testkit.device import hostile_driver, plays
+from kvpact_testkit.device import hostile_driver
 from kvpact_testkit.vllm.played_copies import PlayedEvent, PlayedPlatform, PlayedStream
 
 SEEDS = 12

@@ -45,7 +45,7 @@ from kvpact.tiers.disk.slab import Slab
 from kvpact.vllm import content_digests, request_identity
 from kvpact.vllm.media_contents import MediaContents
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
-from kvpact_testkit.vllm.played_engine import PlayedEngine, answer
+from vllm_played_engine import PlayedEngine, answer
 
 BLOCK = 4
 NAMESPACE = bytes(32)

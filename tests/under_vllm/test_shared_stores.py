@@ -31,10 +31,10 @@ from hook_time import (
     no_collections,
 )
 from kvpact.cache.budget import STEP_BUDGET_SECONDS
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, Spoil, Spoiled, Traffic, object_server
 from servers.redis_server import RedisServer, redis_cluster, redis_server
+from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 KINDS = ("dir", "redis", "redis+cluster", "s3", "mooncake")
 PROMPTS = [make_prompt(seed, 6) for seed in range(4)]

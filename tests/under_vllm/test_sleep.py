@@ -21,8 +21,8 @@ from kvpact_testkit.results import Verdict
 from kvpact_testkit.vllm.driver import VllmDriver
 from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.harness import Harness, prompt
-from kvpact_testkit.vllm.played_engine import vllm_config
 from kvpact_testkit.vllm.scenarios import Scenario
+from vllm_played_engine import vllm_config
 
 DRIVER = VllmDriver("kvpact.vllm:PactConnector", {"memory": "1MiB", "model_id": "testkit"})
 

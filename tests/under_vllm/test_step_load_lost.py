@@ -27,8 +27,8 @@ from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.vllm.mounting import require_no_restarts
 from kvpact_testkit.vllm.model_groups import GEMMA
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt, wait_before_loads
 from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release, releases_folder
+from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt, wait_before_loads
 
 SCRIPT = str(Path(__file__).with_name("steps_that_fail.py"))
 STEP: dict[str, Any] = {"match_at": "step", "step_deadline": "8s"}

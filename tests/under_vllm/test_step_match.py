@@ -22,7 +22,7 @@ from kvpact.tiers.breaker import FIRST_PAUSE_S
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.step_hook import StepHook
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(4)]
 STEP: dict[str, Any] = {"match_at": "step", "step_deadline": "8s"}

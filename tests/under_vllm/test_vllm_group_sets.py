@@ -27,7 +27,7 @@ from kvpact.vllm.groups import engine_groups, fit_to_groups
 from kvpact.vllm.identity import engine_namespace
 from kvpact.wire import UnorderedLoad
 from kvpact.worker.jobs import RankJobs
-from kvpact_testkit.vllm.played_engine import vllm_config
+from vllm_played_engine import vllm_config
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 4, "head_size": 16, "dtype": torch.bfloat16}
 FULL = vllm.FullAttentionSpec(**SHAPE)

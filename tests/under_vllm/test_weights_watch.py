@@ -17,7 +17,7 @@ from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.notices import NoticeWriter
 from kvpact.vllm.messages import PactHandshake, PactMetadata
 from kvpact.wire import StepMessage
-from kvpact_testkit.vllm.played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
+from vllm_played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, wait_before_loads
 
 BLOCKS = 6
 STORED = make_prompt(1, BLOCKS)

@@ -29,7 +29,7 @@ from kvpact.vllm.compat.configuration import ranks_with_same_kv
 from kvpact.vllm.compat.objects import rotary_modules
 from kvpact.vllm.worker_identity import facts_of_ranks, facts_of_slots, layer_pages, worker_facts
 from kvpact.wire import WorkerHandshake
-from kvpact_testkit.vllm.played_engine import MODEL, PlayedEngine, PlayedLayer, answer, make_prompt, vllm_config
+from vllm_played_engine import MODEL, PlayedEngine, PlayedLayer, answer, make_prompt, vllm_config
 
 HEAD = 64
 POSITIONS = 4096

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import device_plays as plays
 from device_beds import HYBRIDS, LAYOUTS, SIZED, Bed
-from kvpact_testkit.device import hostile_driver, plays
+from kvpact_testkit.device import hostile_driver
 
 FOLDER = Path(__file__).parents[3] / "src/kvpact/worker/device"
 MODULES = ("entries", "engine")
