@@ -541,7 +541,7 @@ def test_docstrings_name_files_that_are_there() -> None:
         assert set(named) <= files, f"{name} names {set(named) - files}"
 
 
-OF_A_NEIGHBOUR = ("The same ", "As ", "Of ", "Those ", "These ", "Its ", "They ")
+OF_A_NEIGHBOUR = ("The same", "As ", "Of ", "Those ", "These ", "Its ", "They ")
 """How a text begins that only who has read the one before it understands."""
 
 

@@ -209,7 +209,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
 
     @guarded(lambda: transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same, and those of them whose load counts for nothing. Releases from 0.30 on call this."""
+        """Requests whose asynchronous load ended, and those whose load counts for nothing. Called from 0.30 on."""
         ended = self._end_loads()
         return transfer_results(ended.arrived, ended.lost)
 

@@ -35,7 +35,7 @@ class Entries:
         return len(self.sizes)
 
     def pieces(self, most: int) -> Iterator[Entries]:
-        """The same, at most `most` entries at a time."""
+        """Yield the entries, at most `most` at a time."""
         for start in range(0, len(self), most):
             piece = slice(start, start + most)
             yield Entries(self.device[piece], self.host[piece], self.sizes[piece])
