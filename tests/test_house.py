@@ -541,6 +541,22 @@ def test_docstrings_name_files_that_are_there() -> None:
         assert set(named) <= files, f"{name} names {set(named) - files}"
 
 
+OF_A_NEIGHBOUR = ("The same", "As ", "Of ", "Those ", "These ", "Its ", "They ")
+"""How a text begins that only who has read the one before it understands."""
+
+
+def test_a_docstring_can_be_read_alone() -> None:
+    """Docstrings of modules, classes and functions, and the texts under attributes."""
+    found = [
+        f"{name}, line {node.lineno}: {node.value.value[:40]}"
+        for name, path in all_modules().items()
+        for node in nodes(path)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if node.value.value.lstrip().startswith(OF_A_NEIGHBOUR)
+    ]
+    assert found == []
+
+
 def test_what_runs_without_an_engine_imports_none_at_once() -> None:
     """`make check` and `make test-3.13` run these folders where neither torch nor vLLM is installed."""
     script = (ROOT / "scripts" / "test_without_engine.sh").read_text()

@@ -176,7 +176,7 @@ def check_cache(config: KvpactConfig) -> None:
 class _Setting:
     value: object
     source: str
-    """Its name in an error message."""
+    """The setting's name in an error message."""
     variable: str = ""
     """What the environment must hold for another process to find the same value there."""
 

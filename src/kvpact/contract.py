@@ -49,9 +49,9 @@ class ExternalMatchExit(StrEnum):
     THROTTLED = "throttled"
     """The engine starts no prompts in this step."""
     LORA_LIMIT = "lora_limit"
-    """As many adapters are loaded as may be."""
+    """The engine has loaded as many adapters as it may."""
     MAX_RUNNING = "max_running"
-    """As many requests run as may."""
+    """The engine runs as many requests as it may."""
     ENCODER = "encoder"
     """Outputs of an encoder are missing, or have no room."""
     BLOCKED = "blocked"
@@ -492,7 +492,7 @@ class ExternalCache(ABC):
         return False
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """These blocks of the engine hold garbage: nothing of them, or computed after them, is stored (H48).
+        """Trust these blocks of the engine no more: nothing of them, or computed after them, is stored (H48).
 
         `tables` has the blocks of each request that may have some of them. Whatever is already stored of these
         requests, from the first of these blocks on, is dropped. Default: a reset, which drops everything.

@@ -246,7 +246,7 @@ class CacheFile:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Its folder is kvpact's own. With `path` None, as without a home folder, nothing is stored."""
+        """Use a file in kvpact's own folder. With `path` None, as without a home folder, nothing is stored."""
         self.path = path
 
     @classmethod

@@ -85,9 +85,9 @@ class WorkerHandshake:
     facts: dict[str, str] = field(default_factory=dict)
     """Facts about the content of its blocks that only this worker knows, by name: see `kvpact.vllm.worker_identity`."""
     group_bytes: tuple[int, ...] = ()
-    """Of each KV cache group, the bytes of a block on this rank; 0 for one without layers here."""
+    """Per KV cache group, bytes of a block on this rank; 0 for one without layers here."""
     slot_classes: tuple[int, ...] = ()
-    """Of each KV cache group, the class of its slots; empty if all are of one."""
+    """Per KV cache group, the class of its slots; empty if all are of one."""
     copies_per_block: int = 0
     """Copies of a block that its computing thread gives to a device; 0 if none does."""
     slots_of: int | None = None
@@ -100,7 +100,7 @@ class LentSegment:
 
     segment: SegmentAddress
     layer_page_bytes: tuple[int, ...]
-    """Of each layer in a slot, in order: the others' must be the same."""
+    """Bytes of each layer in a slot, in order: the others' must be the same."""
 
 
 def encode(message: StepMessage | WorkerHandshake | WorkerReport | LentSegment) -> bytes:

@@ -118,7 +118,7 @@ def blocks_and_queues_are_shown(stage: ContextStage) -> None:
 
 @check
 def a_touched_block_outlives_its_request(stage: ContextStage) -> None:
-    """Its request is cancelled and others need all the room: the block stays unchanged until it is freed."""
+    """A cancelled request's touched block stays unchanged until it is freed, though others need all the room."""
     context = stage.context
     held = started(stage, "r", 2 * BLOCK + 8, steps=2)[:2]
     before = [context.get_block(block) for block in held]
@@ -244,7 +244,7 @@ def a_walk_goes_on_behind_a_free_block(stage: ContextStage) -> None:
 
 @check
 def what_is_freed_to_be_evicted_first_is(stage: ContextStage) -> None:
-    """They are put at the head in the order given; blocks that a request still holds stay with it."""
+    """Blocks freed with `evict_first` go to the head in the order given; what a request still holds stays with it."""
     held = published(stage, 3)
     require(started(stage, "user", BLOCK + 5)[0] == held[0], "the first block has a user")
     stage.context.touch(held)

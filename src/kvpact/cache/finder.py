@@ -126,7 +126,10 @@ class Finder:
     def _with_sides(
         self, sides: Sides, state: RequestState, chain: Availability, start: int, now: float
     ) -> Availability:
-        """As far as all groups have what a match needs. A chain without bytes is everywhere."""
+        """Cut what is available of a chain to what a match can use: all groups must have what it needs.
+
+        A chain whose blocks have no bytes is available everywhere.
+        """
         resident = sides.longest(state, chain.resident, start, self.index.is_held)
         if not state.branches:
             state.branches = start, chain.resident

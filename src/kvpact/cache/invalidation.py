@@ -62,7 +62,7 @@ class Invalidation:
                 self.saves.lazy.forget(keys[start:])
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """These blocks of the engine hold garbage: neither they nor blocks computed after them are stored (H48).
+        """Trust these blocks of the engine no more: neither they nor blocks computed after them are stored (H48).
 
         `tables` has the block table of each request that may have some of them. What is stored of these requests from
         the first such block on is dropped everywhere.

@@ -84,7 +84,7 @@ class LoadState:
         return self.tally.complete and all(tally.complete for _, tally, _ in self.sides.values())
 
     def outcome(self) -> JobOutcome:
-        """Of the committed blocks of the chain. They are of no use without all blocks of the side groups."""
+        """Return the outcome of the chain's committed blocks: all have failed if one of a side group has."""
         blocks = RangeSet.of(self.plan.committed_blocks)
         if any(tally.loaded().failed.ranges for _, tally, _ in self.sides.values()):
             return JobOutcome(failed=blocks)
@@ -116,7 +116,7 @@ class SaveState:
 
     job: SaveJob
     slots: Slots | range
-    """Those of the job, as they were reserved."""
+    """The job's slots, as they were reserved."""
     keys: Sequence[BlockKey]
     """The chain from its first block on; it may go on after the job's."""
     pin: Pin
@@ -280,7 +280,7 @@ class TransferJobs:
         return self._named(self._outbox.take(lookups))
 
     def _named(self, work: StepWork) -> StepWork:
-        """The same with the slots as workers know them."""
+        """Return the step's work with the slots as workers know them."""
         if self.number is None:
             return work
         loads = tuple(replace(job, slots=tuple(map(self.number, job.slots))) for job in work.loads)
@@ -357,7 +357,7 @@ class TransferJobs:
                 start += len(piece)
 
     def cut_put_off(self, request_id: str, block: int) -> None:
-        """Of a request's blocks from `block` on, order no save that is not ordered yet."""
+        """Order no save of a request's blocks from `block` on, but those that are ordered already."""
         for waiting in self.put_off:
             if waiting.request_id == request_id:
                 waiting.garbage_from = min(waiting.garbage_from, block)

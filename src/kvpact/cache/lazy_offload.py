@@ -227,7 +227,7 @@ class LazyOffload:
             self._entries[block_id].offered = True
 
     def _side_runs(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[OffloadRun]:
-        """The same for the side groups' blocks that wait, until so many blocks are held."""
+        """Offer the caller runs of side groups' blocks that wait, until `until` blocks are held; note what it takes."""
         for run in self.sides.take(until - self._held, leaving) if self.sides is not None else ():
             held = self._held
             yield run

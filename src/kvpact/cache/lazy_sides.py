@@ -182,7 +182,7 @@ class LazySides:
         return entry.row_key
 
     def note_saved_rows(self, rows: Iterable[BlockKey]) -> None:
-        """These rows of the chain are being saved: what hangs on them goes with them."""
+        """Have what hangs on these rows of the chain saved too, now that the rows are being saved."""
         self._waiting.update((row_key, None) for row_key in rows if row_key in self._rows)
 
     def note_handled(self, row_key: BlockKey) -> None:
@@ -230,7 +230,7 @@ class LazySides:
         return blocks
 
     def _runs(self, found: Sequence[int], leaving: Mapping[int, bytes | None]) -> list[SideRun]:
-        """The same as runs, each of one chain and one group. Those whose chains take too long to read wait."""
+        """Return blocks as runs, each of one chain and one group. Blocks whose chains take too long to read wait."""
         groups, walked = self.sides.groups, 0
         chains: list[tuple[BlockKey, ...]] = []
         parts: dict[tuple[int, int], dict[int, int]] = {}

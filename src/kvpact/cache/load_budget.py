@@ -30,7 +30,7 @@ class LoadBudget:
         self.blocks_beside_others = (
             min(self.blocks, STEP_COPIES // copies_per_block) if copies_per_block else self.blocks
         )
-        """The same while it computes other requests."""
+        """Blocks that one step may wait for while it computes other requests that run already."""
         self._left = self.blocks
         """Blocks neither held nor committed in this step."""
         self._held: dict[str, int] = {}
@@ -38,7 +38,7 @@ class LoadBudget:
         self._computed: set[str] = set()
         """The requests of this step so far."""
         self._running: set[str] = set()
-        """Those of the last one that have not finished."""
+        """The requests that the last step computed and that have not finished."""
 
     def hold(self, request_id: str, blocks: int) -> bool:
         """Whether the step waits for a load of `blocks` blocks; if so, the request, which held none, holds them."""

@@ -207,7 +207,7 @@ class Offloader:
     def _note_groups(
         self, side_saves: SideSaves, request: EngineRequest, state: RequestState, before: int, computed: int
     ) -> None:
-        """The same for a model of several groups: the chain first, and then what hangs on it."""
+        """Save full blocks of a model of several groups that are not stored: the chain first, then what hangs on it."""
         sides, size = side_saves.sides, self.block_size
         if sides.context is None:
             return

@@ -187,7 +187,7 @@ class Prefetcher:
         return not rest
 
     def _read_sides(self, client: TierClient, wanted: Sequence[Side], now: float) -> bool:
-        """Of one class of slots each."""
+        """Begin to read blocks from one tier, those of one class of slots at a time; False if one cannot be read."""
         classes = {side.slot_class for side in wanted}
         if len(classes) > 1:
             return all(

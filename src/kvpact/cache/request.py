@@ -22,7 +22,7 @@ class Waiting(NamedTuple):
 
     computed_tokens: int
     completions: int
-    """As counted by `TierSet`."""
+    """How many completions of tiers `TierSet` has counted."""
     plan: PactPlan | None
 
 

@@ -131,7 +131,7 @@ class SideSaves:
         return name is not None and name not in self.index
 
     def _wanted(self, state: RequestState, number: int, new: range, computed: int, known: int) -> Sequence[int]:
-        """Those of a group's new blocks that a later request may need: all of them, or those where windows end."""
+        """Return the new blocks of a group that a later request may need: all, or those where windows and steps end."""
         group, size = self.sides.groups.groups[number], self.sides.groups.block_size
         if group.kind is GroupKind.FULL:
             return new

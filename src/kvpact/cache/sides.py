@@ -44,7 +44,7 @@ class Sides:
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
     _is_null: dict[int, bool] = field(default_factory=dict, init=False)
-    """Of the engine's blocks that were seen, which a pool bounds: whether it is a null block, which it stays."""
+    """The engine's block -> whether it is a null block, which it stays. A pool bounds how many there are."""
 
     def __post_init__(self) -> None:
         self.smallest_block = min(group.block_size for group in self.groups.groups)
@@ -69,7 +69,7 @@ class Sides:
         return null
 
     def not_null(self, block_ids: Sequence[int]) -> list[int]:
-        """Those of the blocks in a piece of the engine's table that are there."""
+        """Return the blocks in a piece of the engine's table that are there, without null blocks."""
         for block_id in set(block_ids).difference(self._is_null):
             self.is_null(block_id)
         is_null = self._is_null
@@ -179,7 +179,7 @@ class Sides:
         return not any(num_tokens % group.block_size for group in self.groups.groups if group.kind is GroupKind.STATE)
 
     def placed(self, request_id: str, runs: Sequence[SideBlocks]) -> Runs:
-        """The same blocks with the engine's, without those that the engine has no block for."""
+        """Pair blocks in slots with the engine's blocks; what the engine has no block for is left out."""
         assert self.context is not None
         tables, placed = self.context.get_block_ids(request_id), []
         for run in runs:

@@ -36,7 +36,7 @@ PROBES: Final = 5
 """Lookups of a missing record, with which `kvpact tiers` measures a store's latency."""
 
 NAME_DIGITS: Final = 8
-"""Of a namespace's name, which whoever removes it types at least."""
+"""Digits of a namespace's name that whoever removes it types at least."""
 
 _PATIENCE_S: Final = 2.0
 _DIRECTORIES: Final = ("dir", "file")

@@ -24,7 +24,7 @@ REST_NS = 20_000_000
 ms."""
 
 COARSE_REST_NS = 2 * SECOND_NS
-"""As `REST_NS`, on a file system that has whole seconds only."""
+"""Nanoseconds in place of `REST_NS` on a file system that has whole seconds only."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class FilesSeen:
 
 
 def look_at_rest(directory: Path) -> FilesSeen | None:
-    """As `look_at_files`, once every change would change the stamps; None if that is more than `REST_NS` away.
+    """Return the state of an adapter's files once every change of them would change their stamps.
 
-    Waits for up to `REST_NS` if files have just been written.
+    Waits for up to `REST_NS` if files have just been written; None if that is not enough. Raises OSError if the
+    directory cannot be read.
     """
     files = look_at_files(directory)
     rest = files.at_rest_ns - time.time_ns()

@@ -23,7 +23,7 @@ class BaseWeights:
     """The identity of an engine's weights, those of its draft model included, or how to find it."""
 
     parts: tuple[str | WeightFiles, ...]
-    """Of the model, its code and its draft model: what each is, or the files that tell."""
+    """What the model, its code and its draft model are, or the files that tell."""
 
     @property
     def unread_bytes(self) -> int:

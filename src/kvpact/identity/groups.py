@@ -31,9 +31,9 @@ class GroupKind(StrEnum):
     FULL = "full attention"
     """All of them."""
     WINDOW = "sliding window"
-    """Those of the last `span` tokens, the computed one included."""
+    """The last `span` tokens, the computed one included."""
     CHUNK = "chunked local attention"
-    """Those of its own chunk; chunks are `span` tokens long, from the prompt's first token on."""
+    """Tokens of the computed token's chunk; chunks are `span` tokens long, from the prompt's first token on."""
     STATE = "state space"
     """One state, which stands for all of them: a group's block holds that at its end."""
 

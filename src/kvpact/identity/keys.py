@@ -28,7 +28,7 @@ BlockKey: TypeAlias = bytes
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
-"""Of a token id in the preimage of a key."""
+"""Bytes of a token id in the preimage of a key."""
 KEY_FORMAT = 3
 """Incremented when the preimage of a key changes, so that old and new records never match."""
 
@@ -153,7 +153,7 @@ class BlockKeys:
         return self.keys
 
     def _extend_with_extras(self, hashed: _Hash, packed: bytes, count: int, after: int) -> _Hash:
-        """As `extend`, for `count` blocks, some of which have something besides tokens; returns the new state."""
+        """Add keys of `count` blocks, some of which have something besides tokens; return the new state."""
         nbytes = TOKEN_BYTES * self.block_size
         for at in range(0, count * nbytes, nbytes):
             try:

@@ -71,7 +71,7 @@ class BlockTags:
         return found
 
     def fill(self, block_ids: Collection[int], tag: Tag) -> None:
-        """These blocks have been filled, or are about to be."""
+        """Tag blocks that have been filled, or are about to be."""
         if len(block_ids) <= FEW:
             for block_id in block_ids:
                 self._know(block_id)

@@ -79,7 +79,7 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
-        """Of the file that `path` leads to. Raises OSError."""
+        """Return the stamp of the file that `path` leads to. Raises OSError."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 

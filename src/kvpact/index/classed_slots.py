@@ -20,7 +20,7 @@ MAX_PLACES: Final = 1 << EXTENT_SHIFT
 MAX_EXTENTS: Final = 1 << CLASS_SHIFT - EXTENT_SHIFT
 
 MIN_ROWS: Final = 2
-"""Of each class: one block being served and one being saved."""
+"""Rows that each class has at least: one block being served and one being saved."""
 
 MARGIN: Final = 1.15
 """How much older the giver's least recently used block must be than the taker's, both as after the move; the square of

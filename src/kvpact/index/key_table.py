@@ -218,7 +218,7 @@ class KeyTable:
             self.note_handmade(zip(numbers, keys, strict=True))
 
     def add_names(self, names: Names, rows: slice | RowArray) -> None:
-        """As `add_each`, of keys of 32 bytes."""
+        """Give unknown keys of 32 bytes, no two of them the same, to rows without one."""
         self._words[rows] = names
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         self._count += len(numbers)
@@ -238,7 +238,7 @@ class KeyTable:
     # Hidden keys, which only these methods find: they belong to rows whose chain is not known to be whole yet
 
     def find_either(self, names: Names) -> RowArray:
-        """As `find_each`, also of hidden keys."""
+        """Return the row of each key, also of hidden ones; NONE for the unknown ones."""
         wanted, words = names[:, 0], self._words[:, 0]
         rows = self._heads_each[self._buckets(names)].astype(np.int64)
         rows -= 1

@@ -66,7 +66,7 @@ class SlotSpace(Protocol):
         """`give_back`, one after the other."""
 
     def class_of(self, row: int) -> int:
-        """Of a row that is in use, or free."""
+        """Return the class of a row that is in use, or free."""
 
     def number(self, row: int) -> int:
         """The slot's number for those who copy; see `kvpact.memory.arena.SlotClass`."""

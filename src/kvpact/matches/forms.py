@@ -98,7 +98,7 @@ class Call:
 
     method: Callable[..., Any] = _does_nothing
     arguments: Arguments = ()
-    """Those of the values that the connector gets."""
+    """The pact's values that the connector gets."""
 
     @classmethod
     def of(cls, connector: object, name: str, forms: Sequence[Arguments]) -> Call:

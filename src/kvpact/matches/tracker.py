@@ -193,7 +193,7 @@ class MatchTracker:
             self.drop(request_id, reason)
 
     def requests_finished(self, request_ids: Iterable[str]) -> None:
-        """These requests ended, in whatever state."""
+        """Drop the matches of requests that ended, in whatever state."""
         for request_id in request_ids:
             self.drop(request_id, ExternalMatchExit.CANCELLED)
             self._limits.pop(request_id, None)

@@ -49,9 +49,9 @@ class Standing(IntEnum):
     """What is known of the copies between a rank's device and its slots; a greater number counts for all ranks."""
 
     PROVEN = 0
-    """They are right as far as was checked, or are a CPU's."""
+    """Copies are right as far as was checked, or are a CPU's."""
     OPEN = 1
-    """They are still being checked, each before it is reported."""
+    """Copies are still being checked, each before it is reported."""
     REFUTED = 2
     """One was wrong: none is used any more."""
 
@@ -73,7 +73,7 @@ class SlotClass:
     slots: range
     """The numbers; no other class of the segment has them. Not all are slots if `extent_bytes` is set."""
     slot_bytes: int
-    """Of one rank's piece: whole memory pages. 0 for a class of which this rank has no layers."""
+    """Bytes of one rank's piece: whole memory pages. 0 for a class of which this rank has no layers."""
     offset: int = 0
     """Where in the segment the first slot begins, in bytes."""
     extent_bytes: int = 0
@@ -99,7 +99,7 @@ class SlotClass:
         return slot in self.slots and (not self.extent_bytes or not self.places or slot & _PLACE < self.places)
 
     def numbers(self, pieces: Iterable[int]) -> Iterator[int]:
-        """Of its slots in these extents; of these slots, counted from 0, if they lie one behind the other."""
+        """Yield the numbers of the slots in these extents, or, without extents, of these slots, counted from 0."""
         for piece in pieces:
             first = self.slots.start + (piece << EXTENT_SHIFT if self.extent_bytes else piece)
             yield from range(first, first + self.places)
@@ -113,7 +113,7 @@ class SlotClass:
 
 
 def _classes_of(count: int, num_bytes: int, class_bytes: Sequence[int]) -> tuple[SlotClass, ...]:
-    """Of `count` slots of `num_bytes`; of as many extents of these bytes, if there are several classes."""
+    """Return the classes of `count` slots of `num_bytes`, or of as many extents if there are several classes."""
     if not class_bytes:
         return (SlotClass(range(count), num_bytes),)
     starts = (number << CLASS_SHIFT for number in range(len(class_bytes)))
@@ -132,13 +132,13 @@ class SegmentAddress:
     num_slots: int
     """Slots; extents where there are several classes."""
     rank_slot_bytes: int
-    """Of each of them."""
+    """Bytes of one rank's piece of each slot; of each extent where there are several classes."""
     device: int
     inode: int
     boot_id: str
     pid_namespace: str
     class_bytes: tuple[int, ...] = ()
-    """Of this rank's piece of a slot of each class, if there are several."""
+    """Per class, bytes of this rank's piece of a slot; empty if there is only one class."""
 
     @property
     def classes(self) -> tuple[SlotClass, ...]:
@@ -154,9 +154,9 @@ class ArenaSegment:
 
     def __init__(self, descriptor: int, classes: Sequence[SlotClass]) -> None:
         self.classes = tuple(classes)
-        """Of all its slots, lowest numbers first."""
+        """The classes of all slots of the segment, lowest numbers first."""
         self.descriptor = descriptor
-        """Of the memfd; open until `close`."""
+        """The descriptor of the memfd; open until `close`."""
         self._closed = False
         self.pieces = _pieces_of(self.classes)
         """What is pinned as a whole and counted by `usable_slots`: slots; extents where these have several classes."""
@@ -252,7 +252,7 @@ class ArenaSegment:
 
     @property
     def usable_slots(self) -> int:
-        """Of `num_slots`, those from number 0 on that this rank can copy now; a device may pin them one by one."""
+        """How many of `num_slots`, from number 0 on, this rank can copy now; a device may pin them one by one."""
         return self._usable[0] - 1 if self._usable[0] else self.num_slots
 
     @usable_slots.setter
@@ -270,7 +270,7 @@ class ArenaSegment:
 
     @property
     def rank_slot_bytes(self) -> int:
-        """Of this rank's piece of the largest slot."""
+        """Bytes of this rank's piece of the largest slot."""
         return max(one.slot_bytes for one in self.classes)
 
     def address(self) -> SegmentAddress:
@@ -307,7 +307,7 @@ class ArenaSegment:
         return self.memory[slot_class.offset : slot_class.end]
 
     def use(self, slots: Sequence[int]) -> None:
-        """These slots are in use, or about to be: have the pages of the ones after them ready."""
+        """Have the pages after these slots ready; the slots are in use, or about to be."""
         for one in self.classes:
             last = max((slot for slot in slots if slot in one.slots), default=None)
             if last is not None:
@@ -363,14 +363,14 @@ class Arena:
         self.places = tuple(min(filter(None, places), default=0) for places in zip(*ranks, strict=True))
         """Per class, slots in an extent of which each rank has its piece; 0 if no rank has any bytes of it."""
         self.num_slots = min(segment.num_slots for segment in segments)
-        """Of all classes; extents where these have several classes."""
+        """Slots of all classes; extents where there are several classes."""
         sizes = [[one.slot_bytes for one in segment.classes] for segment in segments]
         self.class_bytes = tuple(map(sum, zip(*sizes, strict=True)))
-        """Of a slot of each class, over all ranks."""
+        """Per class, bytes of a slot over all ranks."""
         self.slot_bytes = max(self.class_bytes)
-        """Of the largest slot, over all ranks."""
+        """Bytes of the largest slot, over all ranks."""
         self.rank_slot_bytes = max(segment.rank_slot_bytes for segment in segments)
-        """Of the largest slot, on the rank that has most of it."""
+        """Bytes of the largest slot, on the rank that has most of it."""
         self._growing = any(segment.usable_slots < self.num_slots for segment in self._all)
 
     @property
@@ -380,7 +380,7 @@ class Arena:
 
     @property
     def usable_slots(self) -> int:
-        """Of `num_slots`, those from number 0 on that all ranks can copy now; only grows, and then costs nothing."""
+        """How many of `num_slots`, from number 0 on, all ranks can copy now; only grows, and then costs nothing."""
         if not self._growing:
             return self.num_slots
         usable = min(segment.usable_slots for segment in self._all)

@@ -15,19 +15,21 @@ from kvpact.index.classed_slots import MIN_ROWS
 from kvpact.units import format_size
 
 MAX_LOSS: Final = 0.02
-"""Of an extent, at its end, whatever the class of its slots; reached wherever memory has room for it."""
+"""Largest share of an extent lost at its end, for slots of any class; reached wherever memory has room for it."""
 
 EVEN_PLACES: Final = 64
 """Slots of the largest class in an extent with which no class loses more than 1/64 of it, whatever the sizes are."""
 
 MIN_BYTES: Final = 2 << 20
-"""Of an extent, where memory has room for `MANY_EXTENTS` of these: a huge page. A move drops all blocks of an extent at
-once, in a scheduler's step: 128 of 16 KiB."""
+"""Bytes of an extent, at least, where memory has room for `MANY_EXTENTS` of these: a huge page.
+
+A move drops all blocks of an extent at once, in a scheduler's step: 128 of 16 KiB.
+"""
 
 MANY_EXTENTS: Final = 64
 
 MIN_EXTENTS: Final = 2
-"""Of each class, on average, where memory has room for as many of one slot: steps in which it is divided."""
+"""Extents of each class, on average, where memory has room for as many of one slot: steps in which it is divided."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvpact.memory.prefault import HUGE_BYTES
 
 MAP_FIXED = 0x10
-"""The same on all Linux architectures that vLLM has; Python's mmap does not name it."""
+"""A flag of mmap, equal on all Linux architectures that vLLM has; Python's mmap does not name it."""
 
 
 def map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
@@ -33,7 +33,7 @@ def map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 def boot_id() -> str:
-    """Of this host, and this start of it; "" if it does not say."""
+    """Return the id of this host, and of this start of it; "" if the host does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -41,7 +41,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Of this process; "" if it does not say."""
+    """Return the namespace of process ids that this process is in; "" if the host does not say."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

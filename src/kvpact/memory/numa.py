@@ -25,7 +25,7 @@ SYSCALLS: Final = {"x86_64": (237, 239), "aarch64": (235, 236)}
 
 _WORD_BITS: Final = ctypes.sizeof(ctypes.c_ulong) * 8
 _WORDS: Final = 1024 // _WORD_BITS
-"""As many nodes as Linux can have."""
+"""Words of a mask with a bit for as many nodes as Linux can have."""
 
 
 def near_node(pci_bus_id: str) -> int | None:

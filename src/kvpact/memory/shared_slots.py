@@ -49,7 +49,7 @@ class SharedSlots(ArenaSegment):
         return self._own.address()
 
     def place_pages(self, *, huge: bool, node: int | None = None) -> None:
-        """As `ArenaSegment.place_pages`, but the owner chooses the node, which counts for every process."""
+        """See `ArenaSegment.place_pages`. The owner chooses the node, which counts for every process."""
         super().place_pages(huge=huge)
 
     def close(self) -> None:

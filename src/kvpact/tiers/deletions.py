@@ -45,7 +45,7 @@ class Deletions:
         self._keys: Counter[BlockKey] = Counter()
         """Blocks that the tier may still hold -> the number of deletions that name each."""
         self._refused: dict[BlockKey, None] = {}
-        """Those of them whose deletion must be repeated."""
+        """Blocks whose deletion must be repeated."""
         self.lost_count = False
         """Whether there were too many of them to keep: then nothing that the tier holds is used."""
         self._repeat_at = inf

@@ -56,7 +56,7 @@ class _Shared:
     writer: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that runs a write."""
     ended_bytes: int = 0
-    """Those of `accepted_bytes` whose writes have ended; the thread that runs them counts."""
+    """Bytes of accepted writes that have ended; the thread that runs them counts."""
     warned: LogOnce = field(default_factory=lambda: LogOnce(logger))
 
 

@@ -53,7 +53,7 @@ _ROOT_PARENT = bytes(KEY_BYTES)
 
 RUN_BYTES = 16
 NO_RUN = bytes(RUN_BYTES)
-"""Of a record that no engine wrote: one that a test or a tool made."""
+"""The run of a record that no engine wrote: one that a test or a tool made."""
 
 _SEAL_BYTES = 32
 _SEAL_AT = _FIELDS.size

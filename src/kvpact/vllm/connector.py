@@ -139,7 +139,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
 
     @property
     def cache_worker(self) -> CacheWorker:
-        """This rank's half: `kvpact.vllm.worker` records changes of weights and adapters in it."""
+        """The rank's half: `kvpact.vllm.worker` records changes of weights and adapters in it."""
         if self._worker is None:
             raise ConfigError("a worker's hook was called on the scheduler's half of the connector")
         return self._worker
@@ -209,7 +209,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
 
     @guarded(lambda: transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same, and those of them whose load counts for nothing. Releases from 0.30 on call this."""
+        """Requests whose asynchronous load ended, and those whose load counts for nothing. Called from 0.30 on."""
         ended = self._end_loads()
         return transfer_results(ended.arrived, ended.lost)
 
@@ -230,7 +230,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This rank's report, every step, even if empty."""
+        """Return the rank's report, every step, even if it is empty."""
         return PactWorkerMetadata.of(self.cache_worker.report())
 
     # Scheduler
@@ -248,7 +248,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
         self.scheduler_side.attach(hellos)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The same inside MultiConnector, which leaves the pipeline ranks out."""
+        """Take in the handshakes inside MultiConnector, which leaves the pipeline ranks out."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake for rank, handshake in metadata.items()})
 
     @guarded(lambda: None)

@@ -136,7 +136,7 @@ class EngineExits:
     # What happens between steps
 
     def finish(self, request_ids: str | Iterable[str] | None) -> None:
-        """These requests are ended from outside; None: all of them."""
+        """Drop the matches of requests that are ended from outside; None: of all requests."""
         ended = [request_ids] if isinstance(request_ids, str) else request_ids
         for tracker in self.trackers:
             tracker.requests_finished([*tracker.open] if ended is None else ended)

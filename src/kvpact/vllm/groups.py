@@ -168,7 +168,7 @@ class GroupsHooks(SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, whatever the number of groups."""
+        """Do what the connector does at a request's end, whatever the number of groups."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
 

@@ -98,7 +98,7 @@ class HitCredit:
             self._use(request_id)
 
     def scheduled(self, request_ids: Container[str]) -> None:
-        """These requests are computed in the step: the tokens that their asynchronous loads brought are used."""
+        """Count what asynchronous loads brought as used, for those of these requests that the step computes."""
         for request_id in [each for each, load in self._loads.items() if not load.synchronous and each in request_ids]:
             self._use(request_id)
 
@@ -125,7 +125,7 @@ class HitCredit:
 
 
 def _mend(request: Any, stats: Any, tokens: int) -> None:
-    """This many more tokens were not computed; fewer if negative."""
+    """Count `tokens` more tokens as not computed; fewer if negative."""
     stats.num_cached_tokens += tokens
     stats.num_external_cached_tokens += tokens
     stats.num_computed_tokens -= tokens

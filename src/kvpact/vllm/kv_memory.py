@@ -37,7 +37,7 @@ class KVMemoryHooks:
 
     @property
     def cache_worker(self) -> CacheWorker:
-        """This rank's half."""
+        """The rank's half of the connector."""
         raise NotImplementedError
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -107,7 +107,7 @@ class CommittedLoads:
                 load.job = job
 
     def jobs_of(self, job_ids: Collection[int]) -> list[LoadJob]:
-        """Those of these orders that are under way."""
+        """Return which of these load orders are under way."""
         return [load.job for load in self._loads.values() if load.job and load.job.job_id in job_ids]
 
     def run(self, request_ids: KeysView[str]) -> tuple[AdapterUsed, ...]:

@@ -182,7 +182,7 @@ class SchedulerSide:
         return answer is not None and answer.match.load_kv_async
 
     def commit_or_refuse(self, request: Any, blocks: Any, num_tokens: int) -> int:
-        """The same for a scheduler that takes less: returns how many tokens will come."""
+        """Commit `num_tokens` tokens for a scheduler that takes less; return how many will come."""
         return self._commit(request, blocks, num_tokens, self._loads.refuse)
 
     def _commit(

@@ -28,7 +28,7 @@ _GAUGES = frozenset(series(m.name, label) for m in METRICS if m.kind == "gauge" 
 
 
 _ONE_OF_SEVERAL_SERVERS = {"multiprocess_mode": "mostrecent"}
-"""Of API servers that share an endpoint each hears of an engine now and then: the page shows the last value of all."""
+"""The page shows the last value of all API servers that share an endpoint: each hears of an engine now and then."""
 
 
 @dataclass

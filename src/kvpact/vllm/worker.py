@@ -193,7 +193,7 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
         return self._kvpact_watch
 
     def load_model(self, *arguments: Any, **named: Any) -> Any:
-        """As vLLM does; from now on each call of the models' `load_weights` is recorded."""
+        """Load the model like vLLM; from now on each call of the models' `load_weights` is recorded."""
         with self.kvpact_watch.changing():
             answer = super().load_model(*arguments, **named)
             self.kvpact_watch.watch_loading()
@@ -253,7 +253,7 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
                 self._kvpact_watch.step_ended()
 
     def sleep(self, level: int = 1, *arguments: Any, **named: Any) -> Any:
-        """As vLLM does; the weights' digests are kept, and copies end before the KV memory goes.
+        """Sleep like vLLM; the weights' digests are kept, and copies end before the KV memory goes.
 
         Raises KvpactError if they do not end; the worker is awake then.
         """
@@ -263,7 +263,7 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
         return super().sleep(level, *arguments, **named)
 
     def wake_up(self, tags: list[str] | None = None, *arguments: Any, **named: Any) -> Any:
-        """As vLLM does; the weights are compared with those before the sleep, and copies go on."""
+        """Wake up like vLLM; the weights are compared with those before the sleep, and copies go on."""
         answer = super().wake_up(tags, *arguments, **named)
         connector = pact_connector(_connector())
         if connector is not None and (tags is None or "kv_cache" in tags):

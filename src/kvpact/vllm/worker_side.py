@@ -19,7 +19,7 @@ from kvpact.worker.worker import CacheWorker, RankInfo
 
 
 def open_worker(config: KvpactConfig, vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> CacheWorker:
-    """This rank's half. Raises ConfigError like `CacheWorker`."""
+    """Open the rank's half of the connector. Raises ConfigError like `CacheWorker`."""
     opened = partial(_open, str(vllm_config.model_config.model))
     return CacheWorker(config, rank_info(vllm_config, kv_cache_config, groups), {"cuda": opened, "xpu": opened})
 
@@ -31,7 +31,7 @@ def _open(model: str, config: KvpactConfig, paged: PagedKV, segment: ArenaSegmen
 
 
 def rank_info(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> RankInfo:
-    """This worker's rank and number of ranks; pipeline stages are counted before tensor-parallel ranks.
+    """Return the worker's rank and the number of ranks; pipeline stages are counted before tensor-parallel ranks.
 
     Of tensor-parallel ranks that hold the same keys and values, the first tells the others where it stores them.
     """

@@ -25,7 +25,7 @@ class EndedLoads:
     arrived: set[str] = field(default_factory=set)
     """Requests whose asynchronous load ended, in whatever way."""
     lost: set[str] = field(default_factory=set)
-    """Those of `arrived` that are to compute everything, in other blocks."""
+    """Requests of `arrived` that are to compute everything, in other blocks."""
     invalid_blocks: set[int] = field(default_factory=set)
     """The engine's blocks that were to be loaded and were not."""
 
@@ -56,14 +56,14 @@ class RankJobs:
         self._unreported = EndedLoads()
 
     def order(self, jobs: Iterable[Job]) -> None:
-        """These begin."""
+        """Take in jobs that begin."""
         for job in jobs:
             self.open[job.job_id] = job
             if isinstance(job, SaveJob) and not self._stores:
                 self._filled[job.job_id] = RangeSet.of(job.blocks)
 
     def recall(self, job_ids: Iterable[int]) -> None:
-        """Those of them that have not ended will have failed as a whole, whatever is copied."""
+        """Recall jobs: those that have not ended will have failed as a whole, whatever is copied."""
         self._recalled.update(job_id for job_id in job_ids if job_id in self.open)
 
     def note_filled(self, job_id: int, blocks: BlockRange) -> None:

@@ -35,7 +35,7 @@ class KVMemory:
         self._jobs = jobs
         self.transfers = transfers
         self.group_bytes = tuple(sum(layout.layer_page_bytes) for layout in paged.layouts)
-        """Of each KV cache group, the bytes of a block on this rank."""
+        """Per KV cache group, bytes of a block on this rank."""
         self.is_there = True
         """Whether copies may be ordered."""
 

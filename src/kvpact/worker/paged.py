@@ -37,9 +37,9 @@ class PagedLayer:
     chunk_stride: int
     chunk_bytes: int
     tensor: Any = field(default=None, repr=False, compare=False)
-    """As the engine gave it."""
+    """The layer's tensor, as the engine gave it."""
     block_axis: int = field(default=0, compare=False)
-    """Of the tensor."""
+    """The axis of `tensor` that counts blocks."""
 
     @property
     def page_bytes(self) -> int:
@@ -96,7 +96,7 @@ class PagedLayer:
 
 
 def _indexable(tensor: Any) -> Any:
-    """The same memory as bytes where an element is one: torch does not index all kinds of numbers in a byte."""
+    """View a tensor as bytes where an element is one: torch does not index all kinds of numbers in a byte."""
     return tensor.view(tensor.new_empty(0).byte().dtype) if tensor.element_size() == 1 else tensor
 
 
@@ -166,7 +166,7 @@ class PagedKV:
         return replace(made, groups=tuple(made.in_forward_order(groups)))
 
     def seen_in(self, kv_caches: Mapping[str, Any]) -> PagedKV:
-        """The same layers in other memory. Raises ConfigError like `from_tensors`."""
+        """Return the same layers in other memory. Raises ConfigError like `from_tensors`."""
         names = [[name for name, layer in self.layer_index.items() if layer in group] for group in self.cache_groups]
         return self.from_tensors(kv_caches, self.num_blocks, names)
 
@@ -193,13 +193,13 @@ class PagedKV:
 
     @property
     def layouts(self) -> tuple[SlotLayout, ...]:
-        """Of each KV cache group, the layout of one block of this rank in its arena slot."""
+        """Per KV cache group, the layout of one block of this rank in its arena slot."""
         pages = [layer.page_bytes for layer in self.layers]
         return tuple(SlotLayout(tuple(pages[group.start : group.stop])) for group in self.cache_groups)
 
     @property
     def layout(self) -> SlotLayout:
-        """That of the only KV cache group."""
+        """The layout of the only KV cache group."""
         (only,) = self.layouts
         return only
 
@@ -269,7 +269,7 @@ def _depth(name: str) -> int:
 
 
 def join_adjacent(layers: Sequence[PagedLayer], numbers: range, most: int) -> tuple[range, ...]:
-    """Of the layers with these numbers, groups of at most `most` whose pages of a block are adjacent."""
+    """Return the layers with these numbers in groups of at most `most` whose pages of a block are adjacent."""
     groups: list[range] = []
     for number in numbers:
         group = groups[-1] if groups else range(0)

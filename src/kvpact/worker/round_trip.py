@@ -39,7 +39,7 @@ ATTEMPTS: Final = 3
 """The best one counts: the first compiles the kernel for small pages, and the machine may be busy with other things."""
 
 PIECE_BYTES: Final = 4 << 20
-"""Of blocks that are read at a time to be compared."""
+"""Bytes of blocks that are read at a time to be compared."""
 
 
 def differing(

@@ -56,7 +56,7 @@ class Sharing:
 
     @property
     def pieces(self) -> int:
-        """Of a slot, over all ranks."""
+        """Pieces of a slot, over all ranks."""
         return self.world_size // self.same_kv
 
     @property
@@ -69,7 +69,7 @@ class Sharing:
         return slot_classes([SlotLayout((each,)).rank_slot_bytes for each in group_bytes], ranks_differ=self.stages > 1)
 
     def classes_in(self, segment: ArenaSegment, group_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Of each KV cache group the class of its slots in this segment."""
+        """Return per KV cache group the class of its slots in this segment."""
         return self.classes_of(group_bytes)[0] if segment.unit == "extent" else (0,) * len(group_bytes)
 
     def step_budget(self, config: KvpactConfig) -> int:

@@ -106,7 +106,7 @@ class StepReader:
         self._bounds: list[tuple[int, int]] = []
         self._block_bytes = 0
         self._reads: list[StoreRead] = []
-        """Of the call that runs."""
+        """What the running call of `read` has read."""
         self._tickets = count(1)
         self._walks: dict[int, _Walk] = {}
         self._crowded: list[_Walk] = []
@@ -240,7 +240,7 @@ class StepReader:
 
 
 class FirstRanksReader:
-    """Of a rank whose slots another rank fills: it has found all that is looked for.
+    """Reads nothing for a rank whose slots another rank fills: it has found all that is looked for.
 
     The ranks agree on the smallest number, which is that of the rank that reads, and agree after it has read.
     """
@@ -252,4 +252,4 @@ class FirstRanksReader:
         return {one.job_id: min(len(one.keys) - one.start, len(one.slots)) for one in wanted}, ()
 
     def close(self, timeout: float) -> None:
-        """It has nothing to close."""
+        """Do nothing: nothing is open."""

@@ -166,7 +166,7 @@ class CacheWorker(ExternalCacheWorker):
         self._step_loads = tuple(loads)
 
     def _keep(self, slot: int, part: memoryview) -> None:
-        """This rank's part of a block that was read from a tier."""
+        """Copy this rank's part of a block that was read from a tier into its slot."""
         assert self._segment is not None
         self._segment.slot_view(slot)[:] = part
 
@@ -245,7 +245,7 @@ class CacheWorker(ExternalCacheWorker):
             self.jobs.answer(query)
 
     def _go_on_without(self, overdue: Iterable[int], spoilt: Mapping[int, tuple[int, ...]]) -> None:
-        """Of these loads the engine waits no longer for those that have not ended by now.
+        """Have the engine wait no longer for those of these loads that have not ended by now.
 
         `spoilt` has, by job, the blocks to be named where vLLM takes no word of a whole request.
         """

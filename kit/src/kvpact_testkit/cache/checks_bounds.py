@@ -93,7 +93,7 @@ class BoundChecks(CacheSuite):
 
     @protects("P12", "H51")
     def test_h51_memory_does_not_grow_with_the_requests_served(self, lab: HarnessFactory) -> None:
-        """As many requests again, half of them cancelled, need no more memory than the first."""
+        """Serving as many requests again, half of them cancelled, needs no more memory than the first."""
         with lab.scene(self.modes[-1]) as scene:
             self._serve(scene, 0)
             before = reachable_bytes(scene)

@@ -244,7 +244,7 @@ class PromiseChecks(CacheSuite):
 
     @kept_in_every_mode("H24", stored=DOCUMENT)
     def test_h24_salt_and_adapter_and_what_is_unknown_are_kept_apart(self, scene: CacheHarness) -> None:
-        """The same tokens under another salt or adapter are other prompts; without an identity they are not shared."""
+        """Equal tokens under another salt or adapter are other prompts; without an identity they are not shared."""
         identities = (
             RequestIdentity(salt="tenant"),
             RequestIdentity(adapter="digest-of-weights"),

@@ -155,7 +155,7 @@ class EngineHarness:
         self.conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
         """How each rank treats its next jobs; it treats the others faithfully."""
         self.load_conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
-        """The same for its next loads only."""
+        """How each rank treats its next loads only."""
         self.conduct: Callable[[int, Job], JobBehavior] | None = None
         """How each rank treats every job, instead of the queues above."""
         config = EngineConfig(

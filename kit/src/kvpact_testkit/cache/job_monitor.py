@@ -187,7 +187,7 @@ class JobMonitor:
     def _take_group_save(
         self, job: SaveJob, there: list[StoredBlock | None], named: list[StoredBlock | None]
     ) -> None:  # fmt: skip
-        """Of several groups, what is in the engine's blocks counts, and must be what their numbers say."""
+        """Take a save of a model of several groups: the engine's blocks must hold what their numbers say."""
         wrong = [
             block
             for block, content, name in zip(job.blocks, there, named, strict=True)

@@ -157,7 +157,7 @@ def _document(report: ConformanceReport) -> dict[str, Any]:
 
 
 def _shortest(report: ConformanceReport, name: str) -> Check:
-    """Of the checks that break `name`, the one with the shortest script."""
+    """Return the check with the shortest script of those that break `name`."""
     return min((check for check in report.broken if name in concerned(check)), key=lambda check: len(check.script))
 
 

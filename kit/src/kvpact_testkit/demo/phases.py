@@ -47,7 +47,7 @@ SLOW_SECONDS = 4.0
 """If a cold prompt takes longer, warm-ups are not of full size."""
 
 GPU_SHARE = 0.3
-"""Of a GPU's memory: vLLM does not start where less is free, and two engines are on one GPU at a time."""
+"""Share of a GPU's memory: vLLM does not start where less is free, and two engines are on one GPU at a time."""
 
 SETTLE_TIMEOUT = 20.0
 """Seconds that the cache may take to finish its writes and give back its leases after the last answer."""

@@ -87,7 +87,7 @@ class _Operation:
     """The head of a stream runs it, in one go or copy by copy."""
 
     copies: list[Copy] = field(default_factory=list)
-    """Those not done."""
+    """Copies that are not done."""
     run: Callable[[], object] | None = None
     waits_for: tuple[int, int] = (0, 0)
     """(event, number of its record)."""
@@ -140,7 +140,7 @@ class HostileDriver:
     # What a test does
 
     def add_device_memory(self, address: int, num_bytes: int) -> None:
-        """This is memory of the device."""
+        """Declare `num_bytes` from `address` on to be memory of the device."""
         self._device[address] = num_bytes
 
     def remove_device_memory(self, address: int) -> None:
@@ -160,7 +160,7 @@ class HostileDriver:
             self._run_some()
 
     def starve(self, stream: int) -> None:
-        """This stream does nothing for a while, unless somebody waits for something."""
+        """Let this stream do nothing for a while, unless somebody waits for something."""
         with self._lock:
             self._starved = {stream}
 
@@ -189,26 +189,26 @@ class HostileDriver:
     # The driver
 
     def attach(self) -> None:
-        """As CUDA's call of this name does."""
+        """Use the device on the calling thread, relaxed: the engine may capture a graph meanwhile."""
         self._relaxed.add(threading.get_ident())
         self._called("attach")
 
     def create_stream(self) -> int:
-        """As CUDA's call of this name does."""
+        """Return the number of a new stream."""
         self._called("create_stream")
         with self._lock:
             self._streams[stream := self._handle()] = deque()
             return stream
 
     def create_event(self) -> int:
-        """As CUDA's call of this name does."""
+        """Return the number of a new event."""
         self._called("create_event")
         with self._lock:
             self._recorded[event := self._handle()] = 0
             return event
 
     def record(self, event: int, stream: int) -> None:
-        """As CUDA's call of this name does."""
+        """Record the event in a stream: it is done when all that is in the stream now is done."""
         self._called("record")
         with self._lock:
             self._require_both("record", event, stream)
@@ -218,7 +218,7 @@ class HostileDriver:
             self._run_some()
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """As CUDA's call of this name does."""
+        """Have what is put into the stream from now on begin after the event."""
         self._called("stream_wait")
         with self._lock:
             self._require_both("stream_wait", event, stream)
@@ -226,7 +226,7 @@ class HostileDriver:
             self._run_some()
 
     def is_done(self, event: int) -> bool:
-        """As CUDA's call of this name does."""
+        """Whether the event, as it was recorded last, is done. Does not wait."""
         self._called("is_done")
         with self._lock:
             self._require(event in self._recorded, "is_done", f"event {event} is not there")
@@ -234,7 +234,7 @@ class HostileDriver:
             return (event, self._recorded[event]) not in self._pending
 
     def synchronize(self, event: int) -> None:
-        """As CUDA's call of this name does."""
+        """Wait until the event, as it was recorded last, is done."""
         self._called("synchronize")
         end = time.monotonic() + FOREVER_SECONDS
         number = self._recorded.get(event, 0)
@@ -260,7 +260,7 @@ class HostileDriver:
             self.synchronize(event)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """As CUDA's call of this name does."""
+        """Pin host memory; none of it may be pinned already."""
         self._called("register")
         with self._lock:
             end = address + num_bytes
@@ -271,7 +271,7 @@ class HostileDriver:
             self._run_some()
 
     def unregister(self, address: int) -> None:
-        """As CUDA's call of this name does."""
+        """Unpin what was registered from `address` on; no copy may be under way there."""
         self._called("unregister")
         with self._lock:
             self._require(address in self._pinned, "unregister", "memory is not registered", code=713)
@@ -281,7 +281,7 @@ class HostileDriver:
     def copy_batch(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, order: AccessOrder, stream: int
     ) -> None:
-        """As CUDA's call of this name does."""
+        """Put copies, at most `MAX_BATCH_ENTRIES`, into a stream; `order` says when their sources may be read."""
         self._called("copy_batch")
         with self._lock:
             self._require(0 < len(sizes) <= MAX_BATCH_ENTRIES, "copy_batch", f"{len(sizes)} entries")

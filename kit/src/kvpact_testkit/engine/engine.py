@@ -105,7 +105,7 @@ class Engine:
         self.reset_prefix_cache(reset_connector=True, reset_running_requests=True)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False, reset_running_requests: bool = False) -> bool:
-        """As vLLM's: unpublish the engine's blocks, unless a block is in use; returns whether they were unpublished.
+        """Unpublish the engine's blocks like vLLM, unless a block is in use; return whether they were unpublished.
 
         With `reset_connector` the external cache is reset in either case; running requests continue with the content of
         their blocks. With `reset_running_requests` they are preempted and restart, and all blocks are unpublished.

@@ -102,7 +102,7 @@ class KVCacheManager:
     # Allocation
 
     def aligned(self, start: int, tokens: int, known: int) -> int:
-        """Of `tokens` to compute from `start` on, how many one step takes so that states are kept where matches end.
+        """Return how many of `tokens` from `start` on one step computes so that states are kept where matches end.
 
         A step that computes several tokens ends at the last such place that it reaches; the place before it counts too
         where a group drops the last block of a match.

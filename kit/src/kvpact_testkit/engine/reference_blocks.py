@@ -68,9 +68,9 @@ class ReferencePlan:
     postponed: bool = False
     """Whether the engine said after the last prepare that it did not take the match."""
     jobs: dict[int, LoadJob] = field(default_factory=dict)
-    """Those that are not complete yet."""
+    """Loads that are not complete yet."""
     outcomes: list[tuple[int, JobOutcome]] = field(default_factory=list)
-    """Of the complete ones, with their group."""
+    """Outcomes of the complete loads, with their group."""
     held: list[int] = field(default_factory=list)
     """The engine's blocks, held because the load is overdue."""
 

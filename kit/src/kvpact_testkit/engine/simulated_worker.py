@@ -43,7 +43,7 @@ class JobBehavior:
 FAITHFUL = JobBehavior()
 
 NEVER = 1 << 40
-"""As `copy_after_steps`: a copy that hangs until `SimulatedWorker.go_on`."""
+"""A value of `copy_after_steps`: the copy hangs until `SimulatedWorker.go_on`."""
 
 REMEMBERED_JOBS = 1024
 """Number of finished jobs whose outcome a worker remembers; more than any cache has open."""

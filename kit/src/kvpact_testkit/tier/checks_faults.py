@@ -55,7 +55,7 @@ class FaultChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H22", needs=TierHarness.require_reopening)
     def test_h22_damage_while_nobody_looked_is_a_miss(self, scene: TierHarness) -> None:
-        """As above, for damage done while the tier was closed."""
+        """Bytes damaged while the tier was closed are never served: their block is dropped with those after it."""
         self._damage(scene, scene.reopen)
 
     def _damage(self, scene: TierHarness, then: Callable[[MonitoredTier], MonitoredTier]) -> None:

@@ -156,7 +156,7 @@ class LifeChecks(TierOptions, Suite[TierHarness]):
 
     @protects("H50", "T6")
     def test_any_history_of_a_full_tier_agrees_with_a_plain_model(self, scene: TierHarness) -> None:
-        """As above, in a tier with room for a fraction of the stored blocks, so that nearly every write evicts."""
+        """Random histories are compared with a set of keys in a tier so small that nearly every write evicts."""
         observable_if(self.bounded, "the suite says `bounded = False`: the store's owner bounds it")
         self._random_histories(scene, "full", 5)
 

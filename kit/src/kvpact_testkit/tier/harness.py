@@ -55,7 +55,7 @@ class TierHarness:
         return tier
 
     def open_or_none(self, place: StoreContext, label: str = "") -> MonitoredTier | None:
-        """As `open`; None if the tier refuses with a TierError."""
+        """Open a tier, see `open`; None if the tier refuses with a TierError."""
         try:
             return self.open(place, label)
         except TierError as refused:

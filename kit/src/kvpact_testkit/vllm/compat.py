@@ -58,7 +58,7 @@ ATTENTION_HEADS = 4
 MAX_MODEL_LEN = 8192
 """Tokens of the longest request."""
 REAL_MODEL_LEN = 2 * MAX_MODEL_LEN
-"""The same for a real model, whose windows and chunks are longer."""
+"""Tokens of the longest request of a real model, whose windows and chunks are longer."""
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -121,7 +121,7 @@ class EngineSettings:
     load_format: str = "dummy"
     """vLLM's setting for loading the model's weights, of which there are none."""
     unhooked_layers: int = 0
-    """As many of the last layers have an attention of their own, which does not ask for loads (H113)."""
+    """How many of the last layers have an attention of their own, which does not ask for loads (H113)."""
     groups: tuple[LayerGroup, ...] = ()
     """The model's KV cache groups, on one pipeline stage; empty for one with `layers` layers of full attention."""
     model: RealModel | None = None

@@ -147,13 +147,13 @@ class Harness:
         return names
 
     def serve(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> list[str]:
-        """As `add`, and run until no request is left."""
+        """Add requests with these prompts, see `add`, and run until no request is left; return their names."""
         names = self.add(engine, name, *prompts, **settings)
         self.finish(engine)
         return names
 
     def load(self, engine: VllmEngine, name: str, *prompts: Sequence[int], **settings: Any) -> None:
-        """As `serve`; the connector must promise a token for at least one of these requests."""
+        """Serve requests with these prompts; the connector must promise a token for at least one of them."""
         self.require_promise(engine, *self.serve(engine, name, *prompts, **settings))
 
     def forget(self, engine: VllmEngine) -> None:

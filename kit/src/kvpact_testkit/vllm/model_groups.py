@@ -24,11 +24,11 @@ class LayerGroup:
 
 
 GEMMA = (LayerGroup(), LayerGroup(GroupKind.WINDOW, 2, 40), LayerGroup(GroupKind.WINDOW, 2, 40))
-"""As Gemma 3: groups of equally many bytes, more of them with a window."""
+"""Groups like Gemma 3's: equally many bytes in each, more of them with a window."""
 CHUNKED = (LayerGroup(), LayerGroup(GroupKind.CHUNK, 1, 64))
-"""As Llama 4."""
+"""Groups like Llama 4's: attention, and chunked local attention."""
 STATES = (LayerGroup(), LayerGroup(GroupKind.STATE, 1))
-"""As Qwen3-Next: attention, and layers that keep one state."""
+"""Groups like Qwen3-Next's: attention, and layers that keep one state."""
 
 
 def group_config(settings: Any, members: Sequence[tuple[LayerGroup, list[str]]]) -> Any:

@@ -39,7 +39,7 @@ def lay_out(plan: ModelPlan, layout: str) -> ModelMemory:
 
 
 def _reshaped(plan: ModelPlan) -> dict[str, Any]:
-    """As `GPUModelRunner` before 0.29: allocations that each have one layer of every group."""
+    """Allocate memory like `GPUModelRunner` before 0.29: each allocation has one layer of every group."""
     import torch
 
     specs = {name: group.kv_cache_spec for group in plan.config.kv_cache_groups for name in group.layer_names}

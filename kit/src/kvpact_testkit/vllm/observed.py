@@ -32,7 +32,7 @@ class Commit:
     request_id: str
     num_tokens: int
     block_ids: tuple[int, ...]
-    """Those of the first KV cache group."""
+    """Blocks of the first KV cache group."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Observed:
     steps: int = 0
 
     def probes_of(self, request_id: str) -> list[Probe]:
-        """This request's probes."""
+        """Return the request's probes."""
         return [probe for probe in self.probes if probe.request_id == request_id]
 
     def committed_tokens(self, request_id: str) -> int:

@@ -48,11 +48,11 @@ class PlayedStream:
         self._device, self.number = device, number
 
     def wait_stream(self, other: PlayedStream) -> None:
-        """As torch's method of this name does."""
+        """Begin later work of this stream after all that the other stream has now, like torch."""
         self._device.stream_wait(self.number, self._device.record(other.number))
 
     def wait_event(self, event: PlayedEvent) -> None:
-        """As torch's method of this name does."""
+        """Begin later work of this stream after the event, like torch."""
         self._device.stream_wait(self.number, event.number)
 
 
@@ -65,7 +65,7 @@ class PlayedEvent:
         self.done_at = 0.0
 
     def record(self, stream: PlayedStream) -> None:
-        """As torch's method of this name does."""
+        """Record the event in a stream, like torch, and note when it is done."""
         self._driver.launch(self._note_time, stream.number)
         self._driver.record(self.number, stream.number)
 
@@ -73,11 +73,11 @@ class PlayedEvent:
         self.done_at = time.monotonic()
 
     def query(self) -> bool:
-        """As torch's method of this name does."""
+        """Whether the event is done, like torch. Does not wait."""
         return self._driver.is_done(self.number)
 
     def synchronize(self) -> None:
-        """As torch's method of this name does."""
+        """Wait until the event is done, like torch."""
         self._driver.synchronize(self.number)
 
     def elapsed_time(self, end: PlayedEvent) -> float:
@@ -122,7 +122,7 @@ class PlayedPlatform:
         return PlayedStream(self.device, self.device.create_stream())
 
     def current_stream(self) -> PlayedStream:
-        """That of `on_stream`, or else the calling thread's."""
+        """Return the stream of `on_stream`, or else the calling thread's."""
         return self._within[-1] if self._within else PlayedStream(self.device, self.device.current_stream())
 
     @contextmanager

@@ -54,7 +54,7 @@ class OracleLayer:
     kv_cache: Any
 
     def get_attn_backend(self) -> type[OracleAttention]:
-        """As vLLM's layers."""
+        """Return the attention backend, like vLLM's layers."""
         return OracleAttention
 
 
@@ -71,7 +71,7 @@ class Rank:
         self.device = settings.device(rank) if settings.device is not None else None
         self.requests: dict[str, RankRequest] = {}
         self._digests: dict[str, Digests] = {}
-        """Of all tokens that the step's requests have after it."""
+        """Request id -> digests of all tokens that the request has after the step."""
         self.known: dict[str, TokenChain] = {}
         """Every request so far, so that foreign content can be described."""
         self.wrong: list[WrongSlot] = []
@@ -149,7 +149,7 @@ class Rank:
         return {layer: OracleLayer(tensor) for layer, tensor in self.memory.tensors.items()}
 
     def _update_states(self, scheduler_output: Any, identities: dict[str, str]) -> None:
-        """As `GPUModelRunner._update_states`, for tokens and block tables only."""
+        """Take in the step's requests like `GPUModelRunner._update_states`, for tokens and block tables only."""
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
@@ -199,7 +199,7 @@ class Rank:
             self.memory.write(table, computed, digests[computed:], layer_name)
 
     def _digests_of(self, request_id: str, known: int) -> Digests:
-        """Of the request's first `known` tokens; the same for all layers of a step."""
+        """Return digests of the request's first `known` tokens; they are the same for all layers of a step."""
         digests = self._digests.get(request_id)
         if digests is None or len(digests) != known:
             digests = self._digests[request_id] = self.requests[request_id].chain.digests(0, known)

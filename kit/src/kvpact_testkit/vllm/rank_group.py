@@ -31,7 +31,7 @@ class RankGroup:
         self.is_first_rank, self.is_last_rank = rank == 0, rank == world_size - 1
 
     def broadcast_object(self, told: Any = None, src: int = 0) -> Any:
-        """As vLLM's groups."""
+        """Return what the first rank tells all ranks, like vLLM. CollectiveNotPossible if that is not told yet."""
         if self.world_size == 1:
             return told
         if self.is_first_rank:

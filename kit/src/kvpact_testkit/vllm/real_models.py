@@ -41,7 +41,7 @@ class RealModel:
     """A letter of `KINDS` for each."""
     heads: int = 1
     head_size: int
-    """Of a head's key; of a latent vector, of all of it."""
+    """Elements of a head's key, or of a whole latent vector."""
     span: int = 0
     """The window or the chunk."""
     states: tuple[tuple[int, ...], ...] = ()
@@ -49,12 +49,12 @@ class RealModel:
 
     @property
     def token_bytes(self) -> int:
-        """Of the keys and values of a token in one layer."""
+        """Bytes of the keys and values of a token in one layer."""
         return 4 * self.heads * self.head_size
 
     @property
     def state_bytes(self) -> int:
-        """Of the states of one layer."""
+        """Bytes of the states of one layer."""
         return sum(2 * _product(shape) for shape in self.states)
 
     @property
@@ -156,7 +156,7 @@ class ModelPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Of the largest group's pages of one block."""
+        """Bytes of the largest group's pages of one block."""
         return max(
             len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes) for group in self.config.kv_cache_groups
         )

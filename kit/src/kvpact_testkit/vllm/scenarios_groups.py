@@ -27,7 +27,7 @@ def _promised(engine: VllmEngine, request_id: str) -> int:
 
 @scenario("P2", "P9")
 def groups_are_served_together(harness: Harness) -> None:
-    """The same prompt, a longer one, one that leaves it: what is loaded serves the layers of every group."""
+    """What is loaded serves the layers of every group: for a prompt again, a longer one, one that leaves it."""
     for groups in MODELS:
         harness.journal.clear()
         # States are at the end of blocks only where a step ends.

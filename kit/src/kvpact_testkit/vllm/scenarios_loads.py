@@ -203,7 +203,7 @@ def h20_same_tokens_behind_another_prefix(harness: Harness, engine: VllmEngine) 
 
 @scenario.on_engine("H24")
 def h24_tenants_share_nothing(harness: Harness, engine: VllmEngine) -> None:
-    """The same prompt under another salt, or none, loads no block stored under the first salt."""
+    """A prompt under another salt, or none, loads no block stored under the first salt."""
     (tokens,) = harness.store(engine, prompt(1, 10), salt="tenant one")
     engine.add("other", tokens, salt="tenant two")
     harness.serve(engine, "none", tokens)

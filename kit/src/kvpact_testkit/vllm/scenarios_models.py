@@ -35,12 +35,12 @@ def prompt(model: RealModel, seed: int, blocks: int = 0) -> list[int]:
 
 
 def blocks_of(model: RealModel) -> int:
-    """Of a prompt."""
+    """Return how many blocks a prompt has."""
     return 4 + -(-model.span * 9 // 8 // model.block_size)
 
 
 def settings(model: RealModel, prompts: float) -> dict[str, Any]:
-    """Of an engine with room for so many prompts while they are computed, in each group."""
+    """Return settings of an engine with room for so many prompts while they are computed, in each group."""
     groups = 1 + (len(model.layers) // max(1, min(map(model.layers.count, set(model.layers)))))
     blocks = int(groups * prompts * (blocks_of(model) + 4)) + 2
     return {"model": model, "block_size": model.block_size, "num_blocks": blocks, "token_budget": BUDGET}
@@ -58,7 +58,7 @@ def require_hit(engine: VllmEngine, request_id: str, wanted: int) -> None:
 
 
 def hits(harness: Harness, model: RealModel) -> None:
-    """The same prompt is promised what vLLM's own cache would give; a longer and a shorter one their part."""
+    """A prompt again is promised what vLLM's own cache would give; a longer and a shorter one their part."""
     with harness.engine(**settings(model, 3), max_num_seqs=4) as engine:
         (stored,) = harness.store(engine, prompt(model, 1))
         harness.load(engine, "same", stored)

@@ -18,7 +18,7 @@ MEMORY = {"cpu_bytes_to_use": 1 << 20}
 """`kv_connector_extra_config` for eager saving."""
 
 LAZY = {**MEMORY, "lazy_offload": True}
-"""The same for lazy saving."""
+"""`kv_connector_extra_config` for lazy saving."""
 
 
 class MemcpyWorker:

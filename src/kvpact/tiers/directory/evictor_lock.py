@@ -24,7 +24,7 @@ _RENEW_SECONDS: Final = 1.0
 
 
 def host() -> str:
-    """This host and, because containers may share its name, this namespace of process ids."""
+    """Name this host and, because containers may share its name, this namespace of process ids."""
     with suppress(OSError):
         return f"{os.uname().nodename}+{os.stat('/proc/self/ns/pid').st_ino}"
     return f"{os.uname().nodename}+0"

@@ -70,7 +70,7 @@ class Quota:
     def __init__(self, root: Path, access: Access, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.writer = new_writer()
-        """This writer's name in the ledger."""
+        """The writer's name in the ledger."""
         self.evicted = 0
         """Records that this writer removed to make room."""
         self.touch_seconds = TOUCH_SECONDS

@@ -63,7 +63,7 @@ class ForeignRecords:
         self._table = KeyTable(rows + 1)
         self._state = np.zeros(rows, np.uint8)
         self._checksums = np.zeros(rows, np.uint64)
-        """Of each slot's header when it was learned last; 0 of an empty one."""
+        """The checksum of each slot's header when it was learned last; 0 of an empty one."""
         self._parents = np.zeros((rows, KEY_BYTES // 8), np.uint64)
         self._digests = digest_table(rows)
         self._lengths = np.zeros(rows, np.uint32 if superblock.slot_bytes < 1 << 32 else np.uint64)
@@ -241,7 +241,7 @@ class ForeignRecords:
         return np.array(found, np.int64)
 
     def _rows_before(self) -> NDArray[np.int32]:
-        """Of each row that of the block before it, NONE for no known one; and NONE once more, which is its own."""
+        """Return per row the row of the block before it, NONE for no known one; and at the end NONE for NONE itself."""
         before = np.full(len(self._state) + 1, NONE, np.int32)
         for first in range(0, len(self._state), PART):
             known = first + np.flatnonzero(self._state[first : first + PART] == _KNOWN)

@@ -99,7 +99,10 @@ class OwnSlab:
             self._end_use(pins)
 
     def _readable(self, slots: list[int], start: int, sizes: np.ndarray) -> list[int]:
-        """Those in a row from block `start` of a chain whose records are of this place in one, and of these sizes."""
+        """Return the slots before the first whose record is not of its place in the chain, or of another size.
+
+        The first of `slots` is of block `start`.
+        """
         misplaced = self._content.rooted[slots]
         if start == 0:
             misplaced[:1] ^= True

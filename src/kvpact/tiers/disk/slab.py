@@ -215,7 +215,7 @@ class SlabReader:
         return self._buffered < 0
 
     def status(self) -> os.stat_result:
-        """Of the open file, which may have lost its name."""
+        """Return the status of the open file, which may have lost its name."""
         return os.fstat(self._buffered)
 
     def read_headers(self, first: int, count: int) -> bytearray:
@@ -261,7 +261,7 @@ class SlabReader:
         return len(slots)
 
     def _runs(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> Iterator[tuple[int, int]]:
-        """As `runs`; a block that does not fill its slot is the last of its run."""
+        """Yield the `runs` of these slots; a block that does not fill its slot is the last of its run."""
         return runs(slots, lambda index: bytes_of(buffers[index]) < self.superblock.slot_bytes)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class SlabContent:
         self.lock, self.header_lock = threading.Lock(), threading.Lock()
         self.index = BlockIndex(most_slots, slab.superblock.slots_in(slab.superblock.claim_bytes))
         self.digests = digest_table(most_slots)
-        """Of each slot's payload."""
+        """The digest of each slot's payload."""
         self.lengths = np.zeros(most_slots, np.uint32 if slab.superblock.slot_bytes < 1 << 32 else np.uint64)
         """Bytes of each slot's payload."""
         self.rooted = np.zeros(most_slots, np.bool_)

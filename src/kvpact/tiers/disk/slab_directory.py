@@ -199,7 +199,7 @@ class SlabDirectory:
         self._newcomer = self._newcomer or _Newcomer(self)
 
     def end_announcement(self) -> None:
-        """This engine has a slab, or does without."""
+        """Withdraw what `announce` announced: this engine has a slab, or does without."""
         if self._newcomer is not None:
             self._newcomer.remove()
             self._newcomer = None

@@ -265,7 +265,7 @@ class ObjectStore(RecordStore):
         raise self._too_many_writers(name)
 
     def _read_kept(self, pack: Pack, names: Sequence[str]) -> dict[str, RecordPieces] | None:
-        """These records of an object, except those that cannot be ours by their length. None if it has changed."""
+        """Read records of an object, except those that cannot be ours by their length. None if it has changed."""
         lengths = Counter(length for _, length in pack.records.values())
         longest = self.record_bytes or max(lengths, key=lengths.__getitem__, default=0)
         room = max(MAX_KEPT_BYTES, 4 * longest)

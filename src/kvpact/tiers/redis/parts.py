@@ -91,7 +91,7 @@ def without_missing(
 
 
 def cut_into_parts(pieces: Iterable[bytes | memoryview], nbytes: int) -> list[list[memoryview]]:
-    """The same memory in parts of `nbytes`; the last part has the rest."""
+    """Cut memory into parts of `nbytes`; the last part has the rest."""
     parts: list[list[memoryview]] = []
     room = 0
     for piece in (memoryview(piece) for piece in pieces):

@@ -79,7 +79,7 @@ class RecordStore(ABC):
         """Whether each record is there in full. One round trip for a batch if the store allows it."""
 
     def exists_each(self, names: Sequence[str]) -> list[bool]:
-        """As `exists`, for records of loose blocks, in no order: each is for itself."""
+        """Whether each record is there in full; they are of loose blocks, in no order: each is for itself."""
         return self.exists(names)
 
     def locate(self, names: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class RecordStore(ABC):
         """
 
     def locate_each(self, names: Sequence[str]) -> None:
-        """As `locate`, before all of `names` are read, which are loose blocks."""
+        """Called before all of `names` are read, which are loose blocks; see `locate`."""
 
     @abstractmethod
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
@@ -106,7 +106,7 @@ class RecordStore(ABC):
         """
 
     def write_each(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        """As `write`, for records of loose blocks: each is to be found by its own name."""
+        """Store records of loose blocks, see `write`: each is to be found by its own name."""
         self.write(names, records)
 
     @abstractmethod

@@ -24,7 +24,7 @@ blocks, or sets when they are freed."""
 
 
 def content_of(spec: Any) -> dict[str, str]:
-    """Those of `CONTENT` that a specification has."""
+    """Return the fields of `CONTENT` that a specification has, with their values."""
     return {name: str(value) for name in CONTENT if (value := getattr(spec, name, None)) is not None}
 
 

@@ -49,8 +49,7 @@ def may_wait_for_encoder(scheduler: Any, request: Any) -> bool:
 
 
 def load_fewer(scheduler: Any, request: Any, missing: int, *, nothing: bool) -> None:
-    """Of an asynchronous load that was admitted in this step `missing` tokens will not come; by vLLM's own failed-load
-    path."""
+    """Take `missing` tokens off an asynchronous load admitted in this step, by vLLM's own failed-load path."""
     request.num_computed_tokens -= missing
     scheduler.failed_recving_kv_req_ids.add(request.request_id)
     if nothing:

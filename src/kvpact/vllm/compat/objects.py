@@ -54,7 +54,7 @@ def replays_full_graph(forward_context: Any) -> bool:
 
 
 def layers_without_hook(vllm_config: Any, names: Iterable[str]) -> list[str]:
-    """Those of an engine's layers that have an attention of their own, so that none may ask for its load (H113)."""
+    """Return which of an engine's layers have an attention of their own, so that none may ask for its load (H113)."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     layers = vllm_config.compilation_config.static_forward_context
@@ -131,7 +131,7 @@ def kv_cache_dtype(layer: Any) -> Any:
 
 
 def kv_cache_torch_dtype(layer: Any) -> Any:
-    """That type as a torch dtype."""
+    """The torch dtype in which a layer's keys and values are stored; None without one."""
     return getattr(layer, "kv_cache_torch_dtype", None)
 
 

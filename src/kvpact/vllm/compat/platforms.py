@@ -38,7 +38,7 @@ def platform_kind(platform: Any) -> str | None:
 
 
 def classes_for(platform: Any, release: str) -> dict[str, str]:
-    """Those of `OUR_CLASSES` that fit: no worker where vLLM's is unknown, and no scheduler on an unknown release."""
+    """Return which of `OUR_CLASSES` fit: none where vLLM's worker is unknown, no scheduler on an unknown release."""
     if platform_kind(platform) is None:
         return {}
     return dict(OUR_CLASSES) if is_known(release) else {"--worker-cls": KVPACT_WORKER}

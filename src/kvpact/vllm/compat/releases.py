@@ -57,7 +57,7 @@ RELEASES = {
 0.30 and 0.32."""
 
 SERIES = tuple(version.rpartition(".")[0] for version in RELEASES)
-"""The same releases without the patch number: "0.28"."""
+"""The known releases without the patch number: "0.28"."""
 
 
 def is_known(version: str) -> bool:

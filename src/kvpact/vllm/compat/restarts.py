@@ -38,7 +38,7 @@ def spread(spoilt: set[int], tables: Sequence[Table], *, several: bool) -> set[s
 
 
 class Restarts:
-    """Of one scheduler."""
+    """Lets requests of one scheduler begin again whose blocks hold something else than they should."""
 
     def __init__(self, scheduler: Any) -> None:
         """The connectors with `requests_begin_again` take part."""

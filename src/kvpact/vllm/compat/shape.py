@@ -59,8 +59,10 @@ def check_shape(release: str, vllm_config: Any, kv_cache_config: Any, connector:
 
 
 def refuse_unknown(error: ImportError) -> None:
-    """The same refusal, where the connector cannot even be imported. Does nothing on a known release, or without
-    vLLM."""
+    """Refuse an unknown release on which the connector cannot even be imported. Raises ConfigError.
+
+    Does nothing on a known release, or without vLLM.
+    """
     if (vllm := sys.modules.get("vllm")) is None or is_known(release := str(vllm.__version__)):
         return
     raise ConfigError(f"{_untested(release)}, and has not what kvpact needs: {error}. Use a tested release") from error
@@ -124,7 +126,7 @@ def _set_by(function: FunctionType) -> frozenset[str]:
 
 
 def _arguments(function: Any) -> tuple[list[None], dict[str, None]]:
-    """As many as vLLM may pass to a hook."""
+    """Return as many arguments as vLLM may pass to a hook, by place and by name."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_name = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]

@@ -77,7 +77,7 @@ class Use:
     given: str = ""
     """Another place; this one is used only where that one exists."""
     in_workers: bool = False
-    """It is looked at only where the module is imported already."""
+    """Whether to look at it only where the module is imported already."""
     is_hook: bool = False
     """vLLM calls the methods on the connector, which has to accept the arguments of the base class."""
 

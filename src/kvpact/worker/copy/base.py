@@ -24,7 +24,7 @@ def require_cache_group(group_id: int, count: int) -> None:
 
 
 def classes_by_group(slot_bytes: Sequence[int], classes: Sequence[SlotClass]) -> list[SlotClass]:
-    """Of each KV cache group the class of its slots, by the bytes of one; see `kvpact.memory.extents.slot_classes`.
+    """Return per KV cache group the class of its slots, by a slot's bytes; see `kvpact.memory.extents.slot_classes`.
 
     The only class is that of all groups. Raises PactViolation if a group has none.
     """
@@ -39,7 +39,7 @@ def classes_by_group(slot_bytes: Sequence[int], classes: Sequence[SlotClass]) ->
 
 
 def group_classes(paged: PagedKV, classes: Sequence[SlotClass]) -> list[SlotClass]:
-    """Of each KV cache group on this rank the class of its slots. Raises PactViolation if they are too small."""
+    """Return per KV cache group on this rank the class of its slots. Raises PactViolation if they are too small."""
     sizes = [layout.rank_slot_bytes for layout in paged.layouts]
     each = classes_by_group(sizes, classes)
     for size, slot_class in zip(sizes, each, strict=True):

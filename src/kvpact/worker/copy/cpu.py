@@ -82,12 +82,12 @@ class PageCopier:
         joined = [paged.joined(group) for group in paged.groups]
         starts = [paged.layer_offsets[group.start] for group in paged.groups]
         self.pages: list[Bytes] = [layer.view() for layer in joined]
-        """Of each group, `[num_blocks, chunks, chunk_bytes]`."""
+        """Per group of layers, its pages as `[num_blocks, chunks, chunk_bytes]`."""
         self.pieces: list[Bytes] = [
             slots.bytes[:, start : start + layer.page_bytes].reshape(-1, layer.chunks, layer.chunk_bytes)
             for slots, layer, start in zip(of_groups, joined, starts, strict=True)
         ]
-        """The same of the class's slots, in the order of their numbers."""
+        """Per group of layers, its pieces of the class's slots as `[slots, chunks, chunk_bytes]`, by slot number."""
         for piece, slots in zip(self.pieces, of_groups, strict=True):
             if not np.shares_memory(piece[0], slots.bytes[0]):
                 raise PactViolation("the view of a layer's slots is a copy of them")
@@ -166,7 +166,7 @@ class CpuTransfer:
                 self.end(self.failed)
 
     def end(self, failed: Iterable[int]) -> None:
-        """These blocks failed, and all that were not tried. The caller holds the lock."""
+        """End the transfer: these blocks failed, and all that were not tried. The caller holds the lock."""
         self.failed = (*failed, *range(self.position, len(self.job.slots)))
         self.ended = True
         self.queue.remove(self)
@@ -213,17 +213,17 @@ class CpuTransferEngine:
         """See `TransferEngine`."""
         self.groups = paged.groups
         self._cache_groups = [paged.cache_group_of(group.start) for group in paged.groups]
-        """Of each of `groups`, its KV cache group."""
+        """The KV cache group of each of `groups`."""
         self._groups_in = [
             [number for number, one in enumerate(self._cache_groups) if one == cache_group]
             for cache_group in range(len(paged.cache_groups))
         ]
-        """Of each KV cache group, the numbers of its `groups`."""
+        """Per KV cache group, the numbers of its `groups`."""
         self._block_bytes = [max(1, layout.rank_slot_bytes) for layout in paged.layouts]
-        """Of each KV cache group."""
+        """Per KV cache group, bytes of a block; at least 1."""
         each = group_classes(paged, self._slot_classes)
         self._first_slots = [one.slots.start for one in each]
-        """Of each KV cache group, the number of its class's first slot."""
+        """Per KV cache group, the number of its class's first slot."""
         self.copier = PageCopier(paged, self._segment, self._slot_classes)
         """How a group is copied; both threads call it."""
 

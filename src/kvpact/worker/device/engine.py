@@ -48,9 +48,9 @@ class Queue:
     in_order: bool = False
     """Whether they end in the order in which they were ordered."""
     open: deque[DeviceTransfer] = field(default_factory=deque)
-    """Those that have not ended, the oldest first."""
+    """Transfers that have not ended, the oldest first."""
     waiting: deque[DeviceTransfer] = field(default_factory=deque)
-    """Those of which the device does not have all blocks, the oldest first."""
+    """Transfers of which the device does not have all blocks, the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class DeviceTransfer:
     failed: Sequence[int] = ()
     error: Exception | None = None
     places: tuple[Indexes, Indexes] | None = field(default=None, repr=False)
-    """Its blocks, and where their slots begin; None once the device has all of them, or none is to be copied."""
+    """The job's blocks, and where their slots begin; None once the device has all of them, or none is to be copied."""
     position: int = 0
     """The device has the blocks below."""
     fence: Event = None
@@ -98,7 +98,7 @@ class DeviceTransfer:
 
     @property
     def blocks_left(self) -> int:
-        """Those that the device does not have."""
+        """How many of the job's blocks the device does not have."""
         return len(self.places[0]) - self.position if self.places is not None else 0
 
     def cancel(self) -> None:

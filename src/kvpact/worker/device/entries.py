@@ -35,7 +35,7 @@ class Entries:
         return len(self.sizes)
 
     def pieces(self, most: int) -> Iterator[Entries]:
-        """The same, at most `most` entries at a time."""
+        """Yield the entries, at most `most` at a time."""
         for start in range(0, len(self), most):
             piece = slice(start, start + most)
             yield Entries(self.device[piece], self.host[piece], self.sizes[piece])
@@ -99,7 +99,7 @@ class Runs:
         return Entries(device, host, sizes)
 
     def _cut(self, device: Indexes, host: Indexes, sizes: Indexes) -> tuple[Indexes, Indexes, Indexes]:
-        """The same runs; one that lies across a border becomes several."""
+        """Cut runs where chunks pinned together end: one that lies across a border becomes several."""
         starts = host - self.segment_address
         first, last = starts // self.pinned_bytes, (starts + sizes - 1) // self.pinned_bytes
         counts = last - first + 1
@@ -142,7 +142,7 @@ class JobRuns:
         """See `Runs` for `pinned_bytes`. Raises PactViolation for slots that are too small."""
         self._segment, self._pinned_bytes = segment, pinned_bytes
         self._classes = group_classes(paged, segment.classes)
-        """Of each KV cache group, that of its slots."""
+        """Per KV cache group, the class of its slots."""
         self.rebind(paged)
 
     def rebind(self, paged: PagedKV) -> None:
@@ -152,9 +152,9 @@ class JobRuns:
             runs_of(paged, join_adjacent(paged.layers, group, len(group)), self._segment, one, self._pinned_bytes)
             for group, one in zip(paged.cache_groups, self._classes, strict=True)
         ]
-        """Of each KV cache group."""
+        """Per KV cache group, its runs."""
         self.entries_per_block = [sum(len(one.sizes) for one in runs) for runs in self._runs]
-        """Of each KV cache group, if no blocks are adjacent and no run is cut."""
+        """Per KV cache group, entries of a block, if no blocks are adjacent and no run is cut."""
 
     def places(self, job: Job) -> tuple[Indexes, Indexes]:
         """A job's blocks, and where in the segment its slots begin, in bytes.

@@ -39,7 +39,7 @@ class Bench:
     compute: Callable[[], None]
     """What a step of decoding would: a few milliseconds on the current stream. Waits for it."""
     num_bytes: int = 1 << 30
-    """That are copied at a time."""
+    """Bytes that are copied at a time."""
     rounds: int = 5
 
 

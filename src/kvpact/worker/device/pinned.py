@@ -38,7 +38,7 @@ EXTENT_SECONDS: Final = 20.0
 """For the extents that the trial at the start needs: as a slot may have tens of MiB, and an extent many slots."""
 
 MIN_SHARE: Final = 0.5
-"""Of the slots. If fewer can be pinned, all of them are worth more unpinned.
+"""Share of the slots to pin, at least. If fewer can be pinned, all of them are worth more unpinned.
 
 That costs a copy by one core; a block that is not there costs its computation."""
 
@@ -67,7 +67,7 @@ class PinnedSlots:
     def __init__(self, device: Device, segment: ArenaSegment) -> None:
         self._device, self._segment = device, segment
         self.chunk_bytes = [_chunk_bytes(one, segment.unit) for one in segment.pieces]
-        """Of each class, or of the extents, bytes pinned together: no copy goes over the border of two."""
+        """Per class, or for the extents, bytes pinned together: no copy goes over the border of two."""
         self._chunks = [
             chunk
             for one, num_bytes in zip(segment.pieces, self.chunk_bytes, strict=True)
@@ -93,7 +93,7 @@ class PinnedSlots:
 
     @property
     def pinned_bytes(self) -> int:
-        """Of these slots."""
+        """Bytes of the segment that are pinned."""
         return sum(chunk.num_bytes for chunk in self._chunks[: self._done])
 
     def start(self, told: Callable[[int], None]) -> None:
@@ -164,7 +164,7 @@ class PinnedSlots:
 
 
 def _chunk_bytes(pieces: SlotClass, unit: str) -> int:
-    """Of whole slots, or of whole extents; where an extent is too large, it is pinned in several chunks."""
+    """Return the bytes pinned together: whole slots or extents; an extent that is too large takes several chunks."""
     count = CHUNK_BYTES // pieces.slot_bytes
     if not count and unit == "extent":
         return CHUNK_BYTES

@@ -73,7 +73,7 @@ class Proof:
         """The KV memory lies here, from now on: nothing is known of copies there."""
         self._paged = paged
         self._right = dict.fromkeys((LOAD, SAVE, STEP_LOAD), 0)
-        """Of each kind, the jobs that were found to be right."""
+        """Kind of job -> jobs that were found to be right."""
         self._tell()
 
     def wants(self, job: Job) -> bool:
