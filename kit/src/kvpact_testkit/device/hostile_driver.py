@@ -127,9 +127,9 @@ class HostileDriver:
         """Copies whose source may be read at any time."""
         self._device: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
+        """Start -> bytes."""
         self.pinned_bytes = 0
         """Host memory that is registered now."""
-        """Start -> bytes."""
         self._handles = COMPUTING_STREAM
         self._engine_thread = threading.get_ident()
         self._relaxed: set[int] = set()
