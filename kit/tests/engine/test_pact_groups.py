@@ -186,24 +186,28 @@ def test_a_draft_block_is_saved_once_the_next_token_is_known(
 
 
 class Life:
-    """One engine above a tier whose content outlives it."""
+    """One engine above a tier whose content outlives it, or above none yet."""
 
-    def __init__(self, tier: Tier, groups: tuple[KVCacheGroup, ...]) -> None:
-        self.queue = SteppedExecutor(tier, 1 << 30)
+    def __init__(self, tier: Tier | None, groups: tuple[KVCacheGroup, ...], **settings: object) -> None:
+        self.queue = SteppedExecutor(tier, 1 << 30) if tier is not None else None
         config = EngineConfig(groups=groups, prefix_caching=False, num_blocks=1000)
-        self.engine = pact_engine(config, tiers=[self.queue], num_slots=200, weights_version="1")
+        tiers = [self.queue] if self.queue is not None else []
+        self.engine = pact_engine(config, tiers=tiers, num_slots=200, weights_version="1", **settings)
         self.cache = cast(PactCache, self.engine.cache)
 
     def ask(self, name: str, tokens: list[int]) -> list[int]:
         self.engine.add_request(Request(name, tokens, 4))
         while self.engine.has_work:
-            self.engine.step()
-            self.queue.advance()
+            self._step()
         for _ in range(5):
-            self.engine.step()
-            self.queue.advance()
+            self._step()
         self.cache.check()
         return outputs_of(self.engine)[name]
+
+    def _step(self) -> None:
+        self.engine.step()
+        if self.queue is not None:
+            self.queue.advance()
 
     def end(self) -> None:
         nothing_held(self.cache)
