@@ -188,11 +188,11 @@ def test_a_draft_block_is_saved_once_the_next_token_is_known(
 class Life:
     """One engine above a tier whose content outlives it, or above none yet."""
 
-    def __init__(self, tier: Tier | None, groups: tuple[KVCacheGroup, ...], **settings: object) -> None:
+    def __init__(self, tier: Tier | None, groups: tuple[KVCacheGroup, ...], admit: str = "always") -> None:
         self.queue = SteppedExecutor(tier, 1 << 30) if tier is not None else None
         config = EngineConfig(groups=groups, prefix_caching=False, num_blocks=1000)
         tiers = [self.queue] if self.queue is not None else []
-        self.engine = pact_engine(config, tiers=tiers, num_slots=200, weights_version="1", **settings)
+        self.engine = pact_engine(config, tiers=tiers, num_slots=200, weights_version="1", admit=admit)
         self.cache = cast(PactCache, self.engine.cache)
 
     def ask(self, name: str, tokens: list[int]) -> list[int]:

@@ -89,7 +89,6 @@ class Plan(Generic[Lease, Slots]):
     blocks: BlockRange
     block_size: int
     slots: Slots
-    opened_at: float
     renewed_at: float
     renewed_step: int
     deadline: float = inf
@@ -136,7 +135,6 @@ class PlanRecord:
     loaded_tokens: int
     used_tokens: int
     used_again_tokens: int
-    opened_at: float
     renewed_at: float
 
 
@@ -190,7 +188,6 @@ class Ledger(Generic[Lease, Slots]):
             blocks=blocks,
             block_size=block_size,
             slots=slots,
-            opened_at=now,
             renewed_at=now,
             renewed_step=self.step,
             deadline=inf if promised_tokens else deadline,
@@ -358,7 +355,6 @@ class Ledger(Generic[Lease, Slots]):
             blocks=blocks,
             block_size=block_size,
             slots=slots,
-            opened_at=now,
             renewed_at=now,
             renewed_step=self.step,
             request_finished=request_finished,
