@@ -380,26 +380,6 @@ def test_tests_ask_a_cache_and_reach_for_its_index_and_ledger_ever_less() -> Non
     assert len(places) <= 82, places
 
 
-BACKENDS_FILE = SOURCE / "tiers" / "backends.py"
-
-
-def test_a_kind_of_tier_is_a_folder_and_one_line() -> None:
-    """Only the command knows one by its name: a directory of slabs is looked at without a URL."""
-    kinds = [path.parent.name for path in (SOURCE / "tiers").glob("*/__init__.py") if "BACKEND" in path.read_text()]
-    assert len(kinds) == 5
-    assert BACKENDS_FILE.read_text().count("_KINDS: Final") == 1
-    for kind in kinds:
-        assert BACKENDS_FILE.read_text().count(f'"{kind}"') == 1
-        inside = SOURCE / "tiers" / kind
-        named = {
-            name
-            for name, path in modules().items()
-            if not path.is_relative_to(inside)
-            if any(imported.startswith(f"kvpact.tiers.{kind}") for imported in imports_of(path))
-        }
-        assert named <= ({"cli.slabs", "cli.stores"} if kind == "disk" else set()), kind
-
-
 def test_all_code_is_type_checked() -> None:
     checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     assert checked["strict"]

@@ -56,7 +56,7 @@ def test_hypothesis_breaks_nothing(machine: type[PactMachine], steps: int) -> No
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=50, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=10, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
             ),
         )
     assert not rare(), f"hardly any of {rare()} in {figures.steps} steps"

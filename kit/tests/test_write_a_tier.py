@@ -38,7 +38,7 @@ def test_the_guides_tier_keeps_every_promise(tmp_path: Path) -> None:
 
 def test_the_guides_first_tier_breaks_what_the_guide_says(tmp_path: Path) -> None:
     claimed = re.search(r"can run (\d+) of the (\d+) checks on it, and (\d+) of those find something", GUIDE)
-    shown = re.search(r"```text\nkvpact\.testkit\.results\.Broken: (H20.*?)```", GUIDE, re.DOTALL)
+    shown = re.search(r"```text\nkvpact_testkit\.results\.Broken: (H20.*?)```", GUIDE, re.DOTALL)
     assert claimed is not None
     assert shown is not None
     run, checks, failed = (int(number) for number in claimed.groups())

@@ -112,14 +112,14 @@ print(generate_latest(registry).decode())
 
 
 def test_a_kind_of_tier_is_one_folder_and_a_word_in_the_table() -> None:
-    """Its options, label and opener are there; outside, only who looks into slabs, or tests with them, names a kind."""
+    """Its options, label and opener are there; outside, only who looks into slabs names a kind."""
     source = Path(kvpact.__file__).parent
     kinds = {file.parent.name for file in source.glob("tiers/*/__init__.py") if "BACKEND = " in file.read_text()}
     assert sorted(kinds) == sorted(backend.opener.split(".")[2] for backend in BACKENDS)
     imported = re.compile(rf"kvpact\.tiers\.({'|'.join(kinds)})\b")
     naming = {file.relative_to(source) for file in source.rglob("*.py") if imported.search(file.read_text())}
     outside = {str(file) for file in naming if file.parts[0] != "tiers" or file.parts[1] not in kinds}
-    assert outside == {"cli/slabs.py", "cli/stores.py", "testkit/cache/subjects.py"}
+    assert outside == {"cli/slabs.py", "cli/stores.py"}
 
 
 @pytest.mark.parametrize(
