@@ -164,8 +164,8 @@ def test_h38_a_request_that_runs_across_a_weight_transfer_stores_nothing(trained
     trained.pause_behind(3)
     trained.transfer(new_seed(), form)
     trained.say(f"across {form}")
+    trained.rpc("assert_computing", 3 * BLOCK)  # once it goes on, it may end before anybody looks
     trained.process.call("wake_up", ["scheduling"])
-    trained.rpc("assert_computing", 3 * BLOCK)
     trained.process.call("wait_for_completion")
     after = trained.ask(asked)
     assert after.same_answer(trained.computed(asked))
