@@ -26,7 +26,8 @@ ASK = """
 """
 """What a reader writes below the page's last line."""
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.both_cores, pytest.mark.timeout(600)]
+"""Alone each takes a quarter of the time that it takes beside two engines under load."""
 
 
 def run_python(directory: Path, *command: str | Path) -> str:
