@@ -26,7 +26,7 @@ ASK = """
 """
 """What a reader writes below the page's last line."""
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.both_cores, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.both_cores, pytest.mark.timeout(600)]
 """Alone each takes a quarter of the time that it takes beside two engines under load."""
 
 
@@ -46,6 +46,7 @@ def run_python(directory: Path, *command: str | Path) -> str:
     return ran.stdout
 
 
+@pytest.mark.soak  # the offline example, below, is much the same program
 def test_the_page_on_configuration_starts_an_engine(tiny_model: Path, tmp_path: Path) -> None:
     """And the engine answers."""
     text = filled_in(
@@ -56,6 +57,7 @@ def test_the_page_on_configuration_starts_an_engine(tiny_model: Path, tmp_path: 
     assert "answered with 16 tokens" in said
 
 
+@pytest.mark.proof
 def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) -> None:
     """The second answer was found in files when its step began, is the first one, and vLLM counts what was found."""
     text = filled_in(block_with("docs/worker-hook.md", "examples/step_hook").text, {"MODEL": str(tiny_model)})
@@ -68,6 +70,7 @@ def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) 
     assert first == second
 
 
+@pytest.mark.proof
 def test_the_second_run_of_the_offline_example_finds_the_first_ones_blocks(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
