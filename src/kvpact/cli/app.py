@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -21,6 +20,9 @@ from typer.core import TyperGroup
 from kvpact import __version__
 from kvpact.cli.screen import shown
 from kvpact.errors import ConfigError, KvpactError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 
 class OneLineErrors(TyperGroup):
@@ -34,10 +36,10 @@ class OneLineErrors(TyperGroup):
             raise typer.Exit(2) from None
 
 
-def new_app(what: str) -> typer.Typer:
+def new_app(what: str, group: type[TyperGroup] = OneLineErrors) -> typer.Typer:
     """An empty command whose errors are of one line; `what` is its help."""
     return typer.Typer(
-        cls=OneLineErrors,
+        cls=group,
         help=what,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -46,13 +48,61 @@ def new_app(what: str) -> typer.Typer:
     )
 
 
-app = new_app("An external KV cache for LLM serving engines: a prompt prefix is never computed twice.")
-
 COMMANDS: Final = "kvpact.commands"
 """The group of entry points: the name of a command, and the function that typer makes it from."""
 
 OF_THE_KIT: Final = {"conformance": "kvpact[testkit]", "demo": "kvpact[demo]"}
 """Commands of the distribution kvpact-testkit, and what brings each."""
+
+
+class _WithOthersCommands(OneLineErrors):
+    """Looks for commands of other distributions once kvpact itself has none of that name, or when all are listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        others = {*OF_THE_KIT, *_others().names}
+        return [*super().list_commands(ctx), *sorted(others - self.commands.keys())]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) or _others_command(cmd_name)
+
+
+def _others() -> EntryPoints:
+    """The commands that other distributions add."""
+    from importlib.metadata import entry_points
+
+    return entry_points(group=COMMANDS)
+
+
+def _others_command(name: str) -> Any:
+    """The command of another distribution, None if nobody has it; a missing or broken one says so when it is run."""
+    entry = next(iter(_others().select(name=name)), None)
+    if entry is None and name not in OF_THE_KIT:
+        return None
+    if entry is None:
+        reason = f"is in the test kit: pip install '{OF_THE_KIT[name]}'"
+    else:
+        try:
+            return _command_from(name, entry.load())
+        except Exception as error:
+            reason = f"is {entry.value}, which cannot be loaded: {error}"
+
+    def refuse() -> None:
+        raise ConfigError(f"`kvpact {name}` {reason}")
+
+    any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
+    return _command_from(name, refuse, help=f"Not there: `kvpact {name}` {reason}", context_settings=any_arguments)
+
+
+def _command_from(name: str, function: Callable[..., object], **settings: Any) -> Any:
+    """The command that typer makes of a function."""
+    lone = new_app(name)
+    lone.command(name, **settings)(function)
+    return typer.main.get_command(lone)
+
+
+app = new_app(
+    "An external KV cache for LLM serving engines: a prompt prefix is never computed twice.", _WithOthersCommands
+)
 
 MemoryOption = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help='Memory tier, such as "4GiB".')]
 TierOption = Annotated[
@@ -247,34 +297,6 @@ def doctor(
 
     if not examine_gpu(device, json):
         raise typer.Exit(1)
-
-
-def _refusal(reason: str) -> Callable[[], None]:
-    """A command that cannot run, and says why."""
-
-    def refuse() -> None:
-        raise ConfigError(reason)
-
-    return refuse
-
-
-def _add_others_commands() -> None:
-    """Add the commands of other distributions; one that cannot be loaded costs itself alone."""
-    any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
-    found = {entry.name: entry for entry in entry_points(group=COMMANDS)}
-    for name in sorted({*OF_THE_KIT, *found}):
-        if name in found:
-            try:
-                app.command(name)(found[name].load())
-                continue
-            except Exception as error:
-                reason = f"`kvpact {name}` is {found[name].value}, which cannot be loaded: {error}"
-        else:
-            reason = f"`kvpact {name}` is in the test kit: pip install '{OF_THE_KIT[name]}'"
-        app.command(name, help=f"Not there: {reason}", context_settings=any_arguments)(_refusal(reason))
-
-
-_add_others_commands()
 
 
 def main() -> None:
