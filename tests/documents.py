@@ -15,6 +15,12 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 
+PACKAGES: Final = (ROOT / "src" / "kvpact", ROOT / "kit" / "src" / "kvpact_testkit")
+"""The code of the two distributions."""
+
+HOMES: Final = (PACKAGES[0], PACKAGES[1].parent)
+"""Where a page's `file.py` may be: in the product, or in the kit as `kvpact_testkit/file.py`."""
+
 CODE: Final = ("sh", "python", "toml")
 """Languages of blocks that a reader runs, or puts into a file; all others show what was printed, or a picture."""
 

@@ -8,7 +8,6 @@ import pkgutil
 import shutil
 import subprocess
 import sys
-import venv
 from importlib.metadata import distribution, requires
 from pathlib import Path
 
@@ -16,12 +15,13 @@ import pytest
 from packaging.requirements import Requirement
 
 import kvpact
-import kvpact_testkit
+import kvpact_testkit.engine
+from documents import PACKAGES
+from environments import Environment, new_environment
 from kvpact.tiers.backends import SCHEMES
 
 HEAVY = ("torch", "vllm")
 COMMANDS = ("serve", "config", "inspect", "verify", "gc", "tiers", "why", "conformance", "doctor", "demo")
-OF_THE_KIT = ("conformance", "demo")
 NEEDS_ENGINE = ("kvpact.vllm", "kvpact.worker")
 """What copies tensors, talks to vLLM or is started with it; everything else is the core and its command."""
 
@@ -38,7 +38,9 @@ def imported_with(*modules: str) -> set[str]:
 
 
 def core_modules() -> list[str]:
-    found = (module.name for module in pkgutil.walk_packages(kvpact.__path__, "kvpact."))
+    """Modules of the product, and of the embedded engine, that need no engine."""
+    places = {"kvpact.": kvpact.__path__, "kvpact_testkit.engine.": kvpact_testkit.engine.__path__}
+    found = [module.name for prefix, path in places.items() for module in pkgutil.walk_packages(path, prefix)]
     return [name for name in found if not name.startswith(NEEDS_ENGINE)]
 
 
@@ -74,39 +76,37 @@ def plain_requirements(name: str, known: set[str]) -> set[str]:
     return known
 
 
-def environment_of(place: Path, name: str, **packages: Path) -> Path:
-    """The interpreter of a virtual environment made by hand, of this one's packages, so that no network is needed.
-
-    It has what the distribution asks for, and of the checkout only `packages`.
-    """
-    venv.create(place, with_pip=False, symlinks=True)
-    [site] = place.glob("lib/python3*/site-packages")
+def link_requirements(site: Path, name: str) -> None:
+    """Have this environment's distributions found there that `pip install NAME` brings, but for kvpact itself."""
     for needed in plain_requirements(name, set()) - {"kvpact"}:
         found = distribution(needed)
         for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
             link = site / top
             if not link.is_symlink():
                 link.symlink_to(str(found.locate_file(top)))
-    for package, folder in packages.items():
-        (site / package).symlink_to(folder)
-    return place / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the product alone."""
-    return environment_of(tmp_path_factory.mktemp("bare"), "kvpact", kvpact=Path(kvpact.__file__).parent)
+    made = new_environment(tmp_path_factory.mktemp("bare"), PACKAGES[0])
+    link_requirements(made.site, "kvpact")
+    return made.python
 
 
 @pytest.fixture(scope="module")
-def kit_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """With the product and the kit, installed so that its commands are found."""
-    folders = {package.__name__: Path(package.__path__[0]) for package in (kvpact, kvpact_testkit)}
-    python = environment_of(tmp_path_factory.mktemp("kit"), "kvpact-testkit", **folders)
-    [site] = python.parents[1].glob("lib/python3*/site-packages")
+    made = new_environment(tmp_path_factory.mktemp("kit"), *PACKAGES)
+    link_requirements(made.site, "kvpact-testkit")
     name = f"kvpact_testkit-{kvpact_testkit.__version__}.dist-info"
-    (site / name).symlink_to(str(distribution("kvpact-testkit").locate_file(name)))
-    return python
+    (made.site / name).symlink_to(str(distribution("kvpact-testkit").locate_file(name)))
+    return made
+
+
+@pytest.fixture
+def kit_python(kit: Environment) -> Path:
+    return kit.python
 
 
 def bare_kvpact(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -185,14 +185,13 @@ def test_the_kit_judges_a_cache_without_vllm(kit_python: Path) -> None:
     assert "P1" in bad.stdout
 
 
-def test_a_command_of_somebody_elses_that_fails_costs_itself_alone(kit_python: Path) -> None:
-    [site] = kit_python.parents[1].glob("lib/python3*/site-packages")
-    metadata = site / "theirs-1.dist-info"
+def test_a_command_of_somebody_elses_that_fails_costs_itself_alone(kit: Environment) -> None:
+    metadata = kit.site / "theirs-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[kvpact.commands]\nmine = not_there:command\n")
     try:
-        failed, fine = (bare_kvpact(kit_python, *words) for words in (["mine", "--x"], ["--version"]))
+        failed, fine = (bare_kvpact(kit.python, *words) for words in (["mine", "--x"], ["--version"]))
     finally:
         shutil.rmtree(metadata)
     assert (failed.returncode, fine.returncode) == (2, 0)

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kvpact
+from documents import PACKAGES
 from kvpact_testkit.demo.engine import session_members
 
 TESTS = Path(__file__).parent
 CRASHING = TESTS / "cache"
 """Where `crash_child` is."""
-PACKAGE = Path(kvpact.__file__).parent
 NETWORK = {
     "aiohttp",
     "asyncio",
@@ -44,7 +43,13 @@ STORES = {"tiers/mooncake/store.py"}
 
 
 def modules() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if str(path.relative_to(PACKAGE)) not in STORES]
+    """Those of both distributions."""
+    return [
+        path
+        for package in PACKAGES
+        for path in sorted(package.rglob("*.py"))
+        if str(path.relative_to(package)) not in STORES
+    ]
 
 
 def network_use(source: str) -> list[str]:

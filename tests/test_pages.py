@@ -10,12 +10,11 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from documents import ROOT, documents, load_script
+from documents import HOMES, PACKAGES, ROOT, documents, load_script
 
 PAGES = [*ROOT.glob("*.md"), *documents()[1:], ROOT / "benchmarks" / "RESULTS.md", ROOT / "kit" / "CHANGELOG.md"]
-SOURCE = ROOT / "src" / "kvpact"
-HOMES = (SOURCE, ROOT / "kit" / "src", ROOT)
-"""Where a page's `file.py` may be: in the product, in the kit (`kvpact_testkit/file.py`), or in `testbeds/`."""
+PLACES = (*HOMES, ROOT)
+"""Where a page's `file.py` may be; `testbeds/file.py`, too."""
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 ANCHORED = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
@@ -52,7 +51,7 @@ def elsewhere(name: str) -> list[str]:
     last = name.rpartition(".")[2]
     return [
         f"{path.relative_to(home)}:{found}"
-        for home in HOMES[:2]
+        for home in HOMES
         for path in sorted(home.rglob("*.py"))
         for found in sorted(names_of(path))
         if found.rpartition(".")[2] == last
@@ -64,7 +63,7 @@ def missing_names(text: str) -> list[str]:
     return [
         f"{path}:{name} (now {', '.join(elsewhere(name)) or 'nowhere'})"
         for path, name in NAME.findall(text)
-        if name and not any((home / path).is_file() and name in names_of(home / path) for home in HOMES)
+        if name and not any((home / path).is_file() and name in names_of(home / path) for home in PLACES)
     ]
 
 
@@ -147,13 +146,13 @@ def test_each_answer_to_where_would_i_change_is_a_file_and_a_name() -> None:
     for question, answer in rows:
         found = NAME.findall(answer)
         assert found, f"{question}: {answer} names no file"
-        assert all(any((home / path).is_file() for home in HOMES) for path, _ in found), f"{question}: {answer}"
+        assert all(any((home / path).is_file() for home in PLACES) for path, _ in found), f"{question}: {answer}"
 
 
 def test_code_and_pages_cite_no_document_that_is_not_here() -> None:
     """A page in capitals, `DESIGN` or the like, is one that its reader would not find."""
     texts = {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-        for path in [*SOURCE.rglob("*.py"), *HOMES[1].rglob("*.py"), *PAGES]
+        for path in [*(path for package in PACKAGES for path in package.rglob("*.py")), *PAGES]
     }
     assert [name for name, text in texts.items() if re.search(r"\b(?:DESIGN|HOUSE|HAZARDS|STYLE)\b", text)] == []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from documents import ROOT
+from documents import HOMES, ROOT
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
-HOMES = (ROOT / "src" / "kvpact", ROOT / "kit" / "src")
 
 
 def rows(heading: str) -> list[list[str]]:

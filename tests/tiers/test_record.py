@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from documents import PACKAGES
 from kvpact.tiers.base import (
     HEADER_BYTES,
     NO_SLOT,
@@ -98,7 +98,7 @@ FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "j
 
 
 def test_h80_nothing_is_unpickled_or_evaluated() -> None:
-    sources = sorted((Path(__file__).parents[2] / "src" / "kvpact").rglob("*.py"))
+    sources = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
     assert sources
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):

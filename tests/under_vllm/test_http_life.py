@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import threading
 import time
-import venv
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,9 +23,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-import kvpact
-from documents import block_with, filled_in
+from documents import PACKAGES, block_with, filled_in
 from engines import BLOCK, prompt
+from environments import new_environment
 from hub_cache import add_commit
 from kvpact.cache.stats_file import stats_files
 from kvpact.metrics import series
@@ -111,16 +110,13 @@ def start(house: House) -> Iterator[Callable[..., Server]]:
 @pytest.fixture
 def product_alone(tmp_path: Path) -> Path:
     """The folder of commands of an environment with vLLM and kvpact, and without the test kit."""
-    place = tmp_path / "product"
-    venv.create(place, with_pip=False, symlinks=True)
-    [site] = place.glob("lib/python3*/site-packages")
+    python, site = new_environment(tmp_path / "product", PACKAGES[0])
     (site / "engine.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    (site / "kvpact").symlink_to(Path(kvpact.__file__).parent)
-    python, command = place / "bin" / "python", place / "bin" / "kvpact"
+    command = python.with_name("kvpact")
     command.write_text(f"#!{python}\nfrom kvpact.cli.app import main\nmain()\n")
     command.chmod(0o755)
     found = "from importlib.util import find_spec; print(find_spec('vllm') is not None, find_spec('kvpact_testkit'))"
-    said = subprocess.run([python, "-c", found], capture_output=True, text=True, check=True, cwd=place)
+    said = subprocess.run([python, "-c", found], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert said.stdout == "True None\n"
     return command.parent
 
