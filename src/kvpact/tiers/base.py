@@ -1,6 +1,7 @@
-"""What a tier is: the `Tier` interface, which every place that outlives memory implements.
+"""What a tier is: the `Tier` interface, which every place that outlives memory implements, and what some do better.
 
-The frame of a stored block is `kvpact.tiers.record`'s; its names are public here.
+A tier speaks of keys: each block stands for itself, and who needs a prefix counts it (`leading`). The frame of a stored
+block is `kvpact.tiers.record`'s; its names are public here.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
@@ -26,7 +27,10 @@ from kvpact.tiers.record import payload_digest as payload_digest
 from kvpact.tiers.record import written_in_older_format as written_in_older_format
 
 Progress: TypeAlias = Callable[[int], bool]
-"""Called with the number of blocks that have arrived and been verified; returns False to end the read early."""
+"""Called with the number of blocks that have arrived in a row from the first; returns False to end the read early."""
+
+ROOT: BlockKey = b""
+"""The parent of a block that needs none before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +61,54 @@ class TierCounts:
     failed_reads: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A block to be stored, from `buffer`.
+
+    `parent` is the key of the block without which it is of no use, `ROOT` if none is known or there is none. `depth` is
+    its number in its prompt: with a parent the parent's and one more, without one it says which blocks to keep longer.
+    `epoch` is written beside it, so that tools can find blocks that no engine will ask for again.
+    """
+
+    key: BlockKey
+    buffer: BlockBuffer
+    parent: BlockKey = ROOT
+    depth: int = 0
+    epoch: Epoch = FIRST_EPOCH
+
+
+def chained(
+    keys: Sequence[BlockKey],
+    buffers: Sequence[BlockBuffer],
+    before: Sequence[BlockKey] = (),
+    epoch: Epoch = FIRST_EPOCH,
+) -> list[Entry]:
+    """Blocks of a prompt that follow one another, after those named `before`, which begin with its first."""
+    parents = [before[-1] if before else ROOT, *keys]
+    return [
+        Entry(key, buffer, parent, depth, epoch)
+        for depth, (key, buffer, parent) in enumerate(zip(keys, buffers, parents, strict=False), len(before))
+    ]
+
+
 def leading(found: Sequence[bool]) -> int:
     """Number of leading True values."""
-    return next((index for index, there in enumerate(found) if not there), len(found))
+    try:
+        return found.index(False)
+    except ValueError:
+        return len(found)
 
 
 class Tier(ABC):
-    """A place where blocks outlive memory. Blocking and thread-safe; the scheduler's thread calls only `lookup`.
+    """A place where blocks outlive memory. Blocking and thread-safe; the scheduler's thread asks an exclusive tier only
+    `lookup` and `SupportsPrefix.leading`.
 
-    `keys` of `lookup`, `get` and `put` is always a request's block keys from block 0, or a prefix of them, so that a
-    key implies all before it. Blocks that form no chain, *loose* ones (tails of windows, states), have methods of their
-    own: each stands for itself, and its key is no chain's. A buffer has any size up to the largest that the tier was
-    opened for; its size is what is stored, 0 bytes included, and a record of another size is a miss.
-    No method raises for a store's failure (an I/O error, a full disk, damage): it is a miss, or a block not stored.
-    Only `delete` and `clear` raise TierError if the store did not do all of it; their caller repeats them.
+    Keys are in any order, each once. A buffer has any size up to the largest that the tier was opened for; its size is
+    what is stored, 0 bytes included, and a record of another size is a miss. No method raises for a store's failure (an
+    I/O error, a full disk, damage): it is a miss, or a block not stored. Only `delete` and `clear` raise TierError if
+    the store did not do all of it; their caller repeats them.
+
+    What a place can do better, it says by having a method of `SupportsPrefix`, `SupportsLocate` or `SupportsScan`.
     """
 
     name: str
@@ -81,77 +119,35 @@ class Tier(ABC):
 
     @property
     def others_evict(self) -> bool:
-        """Whether others may evict what `lookup` counts: a read of which nothing arrives is then no failure."""
+        """Whether others may evict what `lookup` names: a read of which nothing arrives is then no failure."""
         return False
 
     @abstractmethod
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Number of leading `keys` whose blocks are held. No promise: they may be evicted at once."""
-
-    def put_start(self, keys: Sequence[BlockKey]) -> int:
-        """The block from which on `put` should be given `keys`, all of them if that is their number; as `lookup`."""
-        return self.lookup(keys)
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each of these blocks is held. No promise: they may be evicted at once."""
 
     @abstractmethod
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
-        """Read block `start + i` into `buffers[i]`; return how many arrived in a row from `start`, verified.
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        """Read block `keys[i]` into `buffers[i]`; return whether each arrived, verified.
 
-        This is not the number of hits: a block after a hole does not count, and the content of its buffer is undefined.
-        After `get` has returned nothing writes to the buffers. Damaged blocks are dropped with all blocks after them.
-        `on_progress` is called on this thread as blocks arrive.
+        Where that is False the buffer's content is undefined, and a damaged block is dropped. After `get` has returned
+        nothing writes to the buffers. `on_progress` is called on this thread as blocks arrive.
         """
 
     @abstractmethod
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        """Store block `start + i` from `buffers[i]`; return how many are held in a row from `start` afterwards.
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        """Store these blocks, a parent before what needs it; return whether each is held afterwards.
 
-        `epoch` is written beside each block, so that tools can find blocks that no engine will ask for again. Blocks
-        that are held already are not written again. All blocks before `start` must be held, else nothing is stored.
-        The buffers must not change until `put` returns. A block is visible only when it is stored in full.
+        A tier that keeps chains stores no block whose parent it lacks. Of blocks without a parent the deepest go first
+        when room is needed, if they were used at the same time. Blocks that are held already are not written again. The
+        buffers must not change until `put` returns. A block is visible only when it is stored in full.
         """
-
-    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each of these loose blocks is held, as `lookup`."""
-        return [self.lookup([key]) == 1 for key in keys]
-
-    def get_each(
-        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
-    ) -> list[bool]:
-        """Read the loose block `keys[i]` into `buffers[i]`; return whether each arrived, verified. Otherwise as `get`.
-
-        Where that is False the buffer's content is undefined; damaged blocks are dropped. `on_progress` is told how
-        many have arrived in a row from the first.
-        """
-        arrived = [False] * len(keys)
-        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            arrived[index] = self.get([key], 0, [buffer]) == 1
-            if on_progress is not None and not on_progress(leading(arrived)):
-                break
-        return arrived
-
-    def put_each(
-        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> list[bool]:
-        """Store the loose block `keys[i]` from `buffers[i]`; return whether each is held afterwards. As `put`.
-
-        Its record has no parent, like that of a chain's first block.
-        """
-        return [self.put([key], 0, [buffer], epoch) == 1 for key, buffer in zip(keys, buffers, strict=True)]
 
     @abstractmethod
     def delete(self, keys: Iterable[BlockKey]) -> int:
-        """Drop these blocks and all blocks after them for good; return how many were dropped. Raises TierError.
-
-        Loose blocks are dropped when they are named themselves.
-        """
+        """Drop these blocks for good, and all that need them where that is known; return how many. Raises TierError."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -168,13 +164,9 @@ class Tier(ABC):
     def capacity(self) -> TierCapacity:
         """What is held, and the bound."""
 
-    @abstractmethod
     def counts(self) -> TierCounts:
-        """What went wrong or was evicted since the tier was opened."""
-
-    @abstractmethod
-    def scan(self) -> Iterator[RecordHeader]:
-        """The header of every sound record, in no order. Reads no payload."""
+        """What went wrong or was evicted since the tier was opened; nothing if it does not count."""
+        return TierCounts()
 
     @abstractmethod
     def health(self) -> TierHealth:
@@ -183,3 +175,33 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the store. Operations that still run on other threads end as misses. Never raises; idempotent."""
+
+
+@runtime_checkable
+class SupportsPrefix(Protocol):
+    """A place that finds at once how much of a prompt it holds. An exclusive one holds a block only with its parent."""
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """How many of a prompt's `keys`, from its first block on, are held. An exclusive tier answers from memory."""
+
+    def put_start(self, keys: Sequence[BlockKey]) -> int:
+        """The block from which on `put` should be given these `keys`, all of them if that is their number.
+
+        It may hold those after it where it cannot write to them.
+        """
+
+
+@runtime_checkable
+class SupportsLocate(Protocol):
+    """A place that finds a block through those before it."""
+
+    def locate(self, keys: Sequence[BlockKey]) -> None:
+        """Called before some of a prompt's `keys`, which begin with its first block, are read or written."""
+
+
+@runtime_checkable
+class SupportsScan(Protocol):
+    """A place whose content can be listed."""
+
+    def scan(self) -> Iterator[RecordHeader]:
+        """The header of every sound record, in no order. Reads no payload."""

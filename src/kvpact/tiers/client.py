@@ -15,11 +15,11 @@ from typing import Protocol, TypeVar
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.backends import label_of
-from kvpact.tiers.base import BlockBuffer, TierCapacity, TierCounts, leading
+from kvpact.tiers.base import BlockBuffer, SupportsPrefix, TierCapacity, TierCounts, leading
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
-from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, OpId, PutDone, TierExecutor, checked_answer
+from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, OpId, PutDone, TierExecutor, checked_count
 from kvpact.tiers.log_once import LogOnce
 from kvpact.tiers.record import bytes_of
 
@@ -92,6 +92,9 @@ class TierClient:
         self.name = label_of(executor.tier.name)
         self.shared = not executor.tier.exclusive
         """Whether other engines write and evict there, so that only the tier itself knows what it holds."""
+        tier = executor.tier
+        self._leading = tier.leading if isinstance(tier, SupportsPrefix) else lambda keys: leading(tier.lookup(keys))
+        self._put_start = tier.put_start if isinstance(tier, SupportsPrefix) else self._leading
         self.costs = TierCosts()
         self._slots = lent
         self._timeout = timeout
@@ -106,7 +109,7 @@ class TierClient:
         """Operations that were counted as failures because they timed out."""
         self._lent_reads: dict[OpId, int] = {}
         self._block_bytes: dict[OpId, float] = {}
-        """Bytes of a block of each read; of loose ones, whose sizes differ, the mean."""
+        """Mean bytes of a block of each read."""
         self._lent_writes: dict[OpId, int] = {}
         self.deletions = Deletions(executor, self.name, clock, max_deleted_keys)
         """What the tier must still delete."""
@@ -185,7 +188,7 @@ class TierClient:
     def _broke_its_word(self, done: LookupDone | GetDone) -> bool:
         """Whether the tier said that it holds the blocks of a read, and none of them arrived."""
         may_miss = self._reads_find_out or self.tier.others_evict
-        return isinstance(done, GetDone) and not (done.arrived or any(done.each)) and not may_miss
+        return isinstance(done, GetDone) and not any(done.each) and not may_miss
 
     def _fail(self, breaker: Breaker, now: float) -> None:
         was_open = self.is_open
@@ -204,71 +207,72 @@ class TierClient:
 
     # Asking
 
-    def held(self, keys: Sequence[BlockKey], now: float, *, loose: bool = False) -> int:
-        """Number of leading `keys` that can be read from an exclusive tier."""
-        return self._ask(
-            (lambda asked: leading(self.tier.lookup_each(asked))) if loose else self.tier.lookup, keys, now
-        )
+    def held(self, keys: Sequence[BlockKey], now: float) -> int:
+        """How many of a prompt's `keys`, from its first block on, can be read from an exclusive tier."""
+        return self.deletions.first_among(keys, self._count(self._leading, keys, now))
 
     def put_start(self, keys: Sequence[BlockKey], now: float) -> int:
-        """The block of `keys` from which on an exclusive tier should be given them."""
-        return self._ask(self.tier.put_start, keys, now)
+        """The block of a prompt's `keys` from which on an exclusive tier should be given them."""
+        return self.deletions.first_among(keys, self._count(self._put_start, keys, now))
 
-    def _ask(self, question: Callable[[Sequence[BlockKey]], int], keys: Sequence[BlockKey], now: float) -> int:
+    def has(self, key: BlockKey, now: float) -> bool:
+        """Whether a block can be read from an exclusive tier."""
+        return key not in self.deletions and self._count(lambda keys: sum(self.tier.lookup(keys)), (key,), now) == 1
+
+    def _count(self, question: Callable[[Sequence[BlockKey]], int], keys: Sequence[BlockKey], now: float) -> int:
         if not self.may_read(now):
             return 0
         try:
-            held = checked_answer(question(keys), len(keys))
+            return checked_count(question(keys), len(keys))
         except Exception as error:
             self._warn_once("lookup", error)
             self._fail(self._reads, now)
             return 0
-        return self.deletions.first_among(keys, held)
 
     def readable(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
         """How many of the first `held` keys may be read: 0 if the tier fails, and none from a pending deletion on."""
         return self.deletions.first_among(keys, held) if self.may_read(now) else 0
 
-    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], now: float, *, loose: bool = False) -> bool:
+    def submit_lookup(
+        self, op_id: OpId, keys: Sequence[BlockKey], now: float, *, before: Sequence[BlockKey] | None = None
+    ) -> bool:
         """See `TierExecutor`. Returns False and does nothing if the tier may not be asked now."""
         if not self.may_read(now) or not self._lookups.allows(now):
             return False
-        self.executor.submit_lookup(op_id, keys, loose=loose)
+        self.executor.submit_lookup(op_id, keys, before=before)
         return True
 
     def submit_get(
         self,
         op_id: OpId,
         keys: Sequence[BlockKey],
-        start: int,
         buffers: Sequence[BlockBuffer],
         now: float,
         *,
-        loose: bool = False,
+        before: Sequence[BlockKey] | None = None,
     ) -> bool:
         """See `TierExecutor`. Returns False and does nothing if the tier may not be read now. At most `room` blocks."""
         if not self.may_read(now) or not self._reads.allows(now):
             return False
         self._lent_reads[op_id] = len(buffers)
-        self._block_bytes[op_id] = fmean(map(bytes_of, buffers if loose else buffers[:1]))
-        self.executor.submit_get(op_id, keys, start, buffers, loose=loose)
+        self._block_bytes[op_id] = bytes_of(buffers[0]) if before is not None else fmean(map(bytes_of, buffers))
+        self.executor.submit_get(op_id, keys, buffers, before=before)
         return True
 
     def submit_put(
         self,
         op_id: OpId,
         keys: Sequence[BlockKey],
-        start: int,
         buffers: Sequence[BlockBuffer],
         nbytes: int,
         epoch: Epoch = FIRST_EPOCH,
         *,
-        loose: bool = False,
+        before: Sequence[BlockKey] | None = None,
     ) -> bool:
         """See `TierExecutor`. Also False if a write hangs and this one needs more slots than the tier may borrow."""
         if not self.may_write or (self._writes_stuck and len(buffers) > self.room):
             return False
-        if not self.executor.submit_put(op_id, keys, start, buffers, nbytes, epoch, loose=loose):
+        if not self.executor.submit_put(op_id, keys, buffers, nbytes, epoch, before=before):
             return False
         self._lent_writes[op_id] = len(buffers)
         return True
@@ -303,7 +307,7 @@ class TierClient:
                 self.costs.note_lookup(done.seconds)
         elif isinstance(done, GetDone):
             self._record_result(self._reads, done, now)
-            nbytes = round((sum(done.each) or done.arrived) * self._block_bytes.pop(done.op_id))
+            nbytes = round(sum(done.each) * self._block_bytes.pop(done.op_id))
             if done.seconds and nbytes:
                 self.costs.note_read(nbytes, done.seconds, now)
             self._lent_reads.pop(done.op_id)

@@ -55,6 +55,10 @@ class Deletions:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __contains__(self, key: BlockKey) -> bool:
+        """Whether the block waits for deletion."""
+        return key in self._keys
+
     def first_among(self, keys: Sequence[BlockKey], held: int) -> int:
         """Index of the first of the first `held` keys that waits for deletion; `held` if none does."""
         deleting = self._keys

@@ -30,7 +30,8 @@ from kvpact.tiers.operations import LookupDone as LookupDone
 from kvpact.tiers.operations import OpId as OpId
 from kvpact.tiers.operations import Overdue as Overdue
 from kvpact.tiers.operations import PutDone as PutDone
-from kvpact.tiers.operations import checked_answer as checked_answer
+from kvpact.tiers.operations import checked_answers as checked_answers
+from kvpact.tiers.operations import checked_count as checked_count
 
 logger = logging.getLogger(__name__)
 
@@ -85,45 +86,42 @@ class TierExecutor:
         names = [f"kvpact-{self.tier.name}-{number}" for number in range(threads)]
         return [start_background(name, partial(_work, self.tier, self._shared)) for name in names]
 
-    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], *, loose: bool = False) -> None:
-        """Look up how many leading `keys` the tier holds, with `loose` which ones. Raises as `submit_get`."""
-        self._submit(Job(op_id, keys, 0, (), kind=LookupDone, loose=loose))
+    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], *, before: Sequence[BlockKey] | None = None) -> None:
+        """Look up which of `keys` the tier holds. Raises as `submit_get`; `before` is as there, and here empty."""
+        self._submit(Job(op_id, keys, before=before, kind=LookupDone))
 
     def submit_get(
         self,
         op_id: OpId,
         keys: Sequence[BlockKey],
-        start: int,
         buffers: Sequence[BlockBuffer],
         *,
-        loose: bool = False,
+        before: Sequence[BlockKey] | None = None,
     ) -> None:
-        """Read block `start + i` of `keys` into `buffers[i]`. Raises PactViolation if `op_id` is under way.
+        """Read block `keys[i]` into `buffers[i]`. Raises PactViolation if `op_id` is under way.
 
-        With `loose`, here and in `submit_put`, `keys` from `start` on are loose blocks, and those before it are not
-        looked at.
+        If the blocks follow one another in a prompt, `before` has those before them, from its first one on.
         """
-        self._submit(Job(op_id, keys, start, buffers, loose=loose))
+        self._submit(Job(op_id, keys, buffers, before))
 
     def submit_put(
         self,
         op_id: OpId,
         keys: Sequence[BlockKey],
-        start: int,
         buffers: Sequence[BlockBuffer],
         nbytes: int,
         epoch: Epoch = FIRST_EPOCH,
         *,
-        loose: bool = False,
+        before: Sequence[BlockKey] | None = None,
     ) -> bool:
-        """Write block `start + i` from `buffers[i]`, `nbytes` in all, as blocks of `epoch`.
+        """Write block `keys[i]` from `buffers[i]`, `nbytes` in all, as blocks of `epoch`; `before` as in `submit_get`.
 
         Returns False if the waiting bytes leave no room for it: then nothing was accepted, no completion follows, and
         the caller releases the blocks at once (H52). Raises PactViolation if `op_id` is under way.
         """
         if not self.has_room(nbytes):
             return False
-        self._submit(Job(op_id, keys, start, buffers, nbytes, kind=PutDone, epoch=epoch, loose=loose))
+        self._submit(Job(op_id, keys, buffers, before, nbytes, kind=PutDone, epoch=epoch))
         return True
 
     def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:
@@ -131,7 +129,7 @@ class TierExecutor:
 
         Raises PactViolation if `op_id` is under way.
         """
-        self._submit(Job(op_id, (), 0, (), kind=ControlDone, control=operation))
+        self._submit(Job(op_id, kind=ControlDone, control=operation))
         self.flush()
 
     def _submit(self, job: Job) -> None:
@@ -139,7 +137,7 @@ class TierExecutor:
         if job.op_id in shared.under_way:
             raise PactViolation(f"ticket {job.op_id!r} is under way already; a ticket names one read or write")
         if shared.closing:
-            shared.done.append(job.done(0, True))
+            shared.done.append(job.done(True))
             return
         shared.under_way[job.op_id] = job
         shared.accepted_bytes += job.write_bytes
@@ -155,7 +153,7 @@ class TierExecutor:
         self._unflushed = 0
 
     def progress(self, op_id: OpId) -> int:
-        """Number of verified blocks in the buffers of a read under way; for use when a deadline passes."""
+        """Number of verified blocks, in a row from the first, of a read under way; for use when a deadline passes."""
         return job.arrived if (job := self._shared.under_way.get(op_id)) is not None else 0
 
     def cancel(self, op_id: OpId) -> bool:
@@ -169,7 +167,7 @@ class TierExecutor:
         except ValueError:  # a thread has it
             return False
         shared.accepted_bytes -= job.write_bytes
-        _finish(shared, job, 0)
+        _finish(shared, job)
         return True
 
     def cancel_waiting_reads(self) -> None:
@@ -235,7 +233,7 @@ class TierExecutor:
 def _drop_waiting(shared: _Shared, waiting: deque[Job]) -> None:
     while (job := _take(waiting)) is not None:
         shared.accepted_bytes -= job.write_bytes
-        _finish(shared, job, 0)
+        _finish(shared, job)
 
 
 def _take(waiting: deque[Job]) -> Job | None:
@@ -245,10 +243,10 @@ def _take(waiting: deque[Job]) -> Job | None:
         return None
 
 
-def _finish(shared: _Shared, job: Job, blocks: int, ok: bool = True) -> None:
+def _finish(shared: _Shared, job: Job, ok: bool = True) -> None:
     """Report the end of a job that the calling thread owns."""
     del shared.under_way[job.op_id]
-    shared.done.append(job.done(blocks, ok))
+    shared.done.append(job.done(ok))
 
 
 def _next_job(shared: _Shared) -> Job | None:
@@ -276,16 +274,16 @@ def _work(tier: Tier, shared: _Shared) -> None:
 
 def run_job(tier: Tier, shared: _Shared, job: Job) -> None:
     """Carry out a job that the caller has taken from its deque, and report its end."""
-    blocks, ok = 0, False
+    ok = False
     job.began = job.moved = time.monotonic()
     try:
-        blocks = call_tier(tier, job)
+        call_tier(tier, job)
         ok = job.control is not None or (tier.health().ok if job.changes else tier.health().readable)
     except Exception as error:  # a tier's defect costs this operation, never the thread or the engine
         _log_once(tier, shared, job, error)
     if job.changes:
         shared.ended_bytes += job.write_bytes
-    _finish(shared, job, blocks, ok)
+    _finish(shared, job, ok)
 
 
 def _log_once(tier: Tier, shared: _Shared, job: Job, error: Exception) -> None:

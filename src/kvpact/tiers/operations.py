@@ -14,48 +14,41 @@ from typing import TypeAlias
 from kvpact.errors import TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
-from kvpact.tiers.base import BlockBuffer, Progress, Tier, leading
+from kvpact.tiers.base import BlockBuffer, Entry, SupportsLocate, SupportsPrefix, Tier, chained, leading
 
 OpId: TypeAlias = Hashable
 """The caller's own id for one operation; unique among those under way."""
 
 
 @dataclass(frozen=True, slots=True)
-class LookupDone:
-    """A look-up has ended: the first `held` blocks were there. `ok`, `seconds` and `each` as in `GetDone`."""
-
-    op_id: OpId
-    held: int
-    ok: bool = field(default=True, compare=False)
-    seconds: float = field(default=0.0, compare=False)
-    each: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GetDone:
-    """A read has ended: the first `arrived` blocks are in their buffers, and nothing writes to any buffer.
+class BlocksDone:
+    """An operation on blocks has ended; `each` says of every one whether it is held, has arrived, or is stored.
 
     `ok` is False if the store failed, which a miss alone does not show. `seconds` is the time in the tier, without the
-    wait for a thread; 0 if the tier was not asked. `each` says of every loose block whether it is there, and is empty
-    for a chain.
+    wait for a thread; 0 if the tier was not asked.
     """
 
     op_id: OpId
-    arrived: int
+    each: tuple[bool, ...]
     ok: bool = field(default=True, compare=False)
     seconds: float = field(default=0.0, compare=False)
-    each: tuple[bool, ...] = ()
+
+    @property
+    def in_a_row(self) -> int:
+        """How many, from the first on."""
+        return leading(self.each)
 
 
-@dataclass(frozen=True, slots=True)
-class PutDone:
-    """A write has ended or was given up: the first `stored` blocks are held; the buffers are the caller's again."""
+class LookupDone(BlocksDone):
+    """A look-up has ended."""
 
-    op_id: OpId
-    stored: int
-    ok: bool = field(default=True, compare=False)
-    seconds: float = field(default=0.0, compare=False)
-    each: tuple[bool, ...] = ()
+
+class GetDone(BlocksDone):
+    """A read has ended: nothing writes to any buffer."""
+
+
+class PutDone(BlocksDone):
+    """A write has ended or was given up: the buffers are the caller's again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +81,20 @@ class Job:
     """One operation under way, which belongs to the thread that has taken it from its deque."""
 
     op_id: OpId
-    keys: Sequence[BlockKey]
-    start: int
-    buffers: Sequence[BlockBuffer]
+    keys: Sequence[BlockKey] = ()
+    buffers: Sequence[BlockBuffer] = ()
+    before: Sequence[BlockKey] | None = None
+    """The prompt's blocks before them, if they follow one another; None if each stands for itself."""
     write_bytes: int = 0
     kind: type[Done] = GetDone
     control: Callable[[Tier], object] | None = None
     epoch: Epoch = FIRST_EPOCH
-    loose: bool = False
-    each: tuple[bool, ...] = ()
+    each: Sequence[bool] = ()
     began: float | None = None
     moved: float = inf
     """Time of the last progress: the start of the operation, or the arrival of blocks."""
     arrived: int = 0
+    """Blocks in a row from the first that a read has brought so far."""
     cancelled: bool = False
 
     @property
@@ -112,57 +106,54 @@ class Job:
         """Whether it changes the tier's content; such jobs run one after another."""
         return self.kind is PutDone or self.kind is ControlDone
 
-    @property
-    def loose_keys(self) -> Sequence[BlockKey]:
-        """The loose blocks that it is about."""
-        return self.keys if self.kind is LookupDone else self.keys[self.start : self.start + len(self.buffers)]
-
-    def done(self, blocks: int, ok: bool) -> Done:
+    def done(self, ok: bool) -> Done:
         seconds = 0.0 if self.began is None else time.monotonic() - self.began
         if self.kind is LookupDone or self.kind is GetDone or self.kind is PutDone:
-            each = self.each or (False,) * len(self.loose_keys) if self.loose else ()
-            return self.kind(self.op_id, blocks, ok, seconds, each)
+            return self.kind(self.op_id, tuple(self.each) or (False,) * len(self.keys), ok, seconds)
         return ControlDone(self.op_id, ok and self.began is not None, seconds)
 
 
-def call_tier(tier: Tier, job: Job) -> int:
-    """Run the job; returns the number of blocks that were held, arrived or stored, of loose ones in a row."""
+def call_tier(tier: Tier, job: Job) -> None:
+    """Run the job, and note which of its blocks are held, have arrived or are stored. Raises what the tier raises."""
     if job.control is not None:
         job.control(tier)
-        return 0
+        return
 
     def progress(arrived: int) -> bool:
-        job.arrived, job.moved = checked_answer(arrived, len(job.buffers)), time.monotonic()
+        job.arrived, job.moved = checked_count(arrived, len(job.buffers)), time.monotonic()
         return not job.cancelled
 
-    if job.loose:
-        job.each = _checked_answers(_call_tier_loose(tier, job, progress), len(job.loose_keys))
-        return leading(job.each)
     if job.kind is LookupDone:
-        return checked_answer(tier.lookup(job.keys), len(job.keys))
-    keys = job.keys[: job.start + len(job.buffers)]
-    if job.kind is PutDone:
-        return checked_answer(tier.put(keys, job.start, job.buffers, job.epoch), len(job.buffers))
-    return checked_answer(tier.get(keys, job.start, job.buffers, progress), len(job.buffers))
+        job.each = look_up(tier, job.keys, follow=job.before is not None)
+        return
+    if job.before is not None and isinstance(tier, SupportsLocate):
+        tier.locate([*job.before, *job.keys])
+    if job.kind is GetDone:
+        job.each = checked_answers(tier.get(job.keys, job.buffers, progress), len(job.keys))
+    elif job.before is not None:
+        job.each = checked_answers(tier.put(chained(job.keys, job.buffers, job.before, job.epoch)), len(job.keys))
+    else:
+        entries = [Entry(key, buffer, epoch=job.epoch) for key, buffer in zip(job.keys, job.buffers, strict=True)]
+        job.each = checked_answers(tier.put(entries), len(job.keys))
 
 
-def _call_tier_loose(tier: Tier, job: Job, progress: Progress) -> Sequence[bool]:
-    if job.kind is LookupDone:
-        return tier.lookup_each(job.loose_keys)
-    if job.kind is PutDone:
-        return tier.put_each(job.loose_keys, job.buffers, job.epoch)
-    return tier.get_each(job.loose_keys, job.buffers, progress)
+def look_up(tier: Tier, keys: Sequence[BlockKey], *, follow: bool) -> Sequence[bool]:
+    """Which of the blocks the tier holds; of those that `follow` one another from a prompt's first on, up to a hole."""
+    if follow and isinstance(tier, SupportsPrefix):
+        held = checked_count(tier.leading(keys), len(keys))
+        return [True] * held + [False] * (len(keys) - held)
+    return checked_answers(tier.lookup(keys), len(keys))
 
 
-def checked_answer(blocks: int, most: int) -> int:
+def checked_count(blocks: int, most: int) -> int:
     """`blocks`, a tier's answer about `most` blocks. Raises TierError if it is impossible."""
     if not 0 <= blocks <= most:
         raise TierError(f"of {most} blocks it names {blocks}")
     return int(blocks)
 
 
-def _checked_answers(each: Sequence[bool], blocks: int) -> tuple[bool, ...]:
-    """`each`, a tier's answer about each of some loose `blocks`. Raises TierError if it is impossible."""
+def checked_answers(each: Sequence[bool], blocks: int) -> Sequence[bool]:
+    """`each`, a tier's answer about each of some `blocks`. Raises TierError if it is impossible."""
     if len(each) != blocks:
-        raise TierError(f"asked about {blocks} loose blocks it answers about {len(each)}")
-    return tuple(map(bool, each))
+        raise TierError(f"asked about {blocks} blocks it answers about {len(each)}")
+    return each
