@@ -13,6 +13,7 @@ from math import inf
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.exits import Exits
 from kvpact.cache.finder import Finder
+from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import PlanSlots, TransferJobs
@@ -26,8 +27,6 @@ from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.room import ArenaRoom
-from kvpact.cache.side_saves import SideSaves
-from kvpact.cache.sides import Sides, index_of, number_of
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import LRUKeySet, TierSet
 from kvpact.cache.writeback import WriteBack
@@ -44,8 +43,7 @@ from kvpact.contract import (
 )
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
-from kvpact.identity.groups import GroupSet
-from kvpact.identity.keys import KEY_BYTES
+from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena, Standing
@@ -54,9 +52,6 @@ from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 
 logger = logging.getLogger(__name__)
-
-NO_GROUPS = bytes(KEY_BYTES)
-"""What the keys of a model of one KV cache group begin with."""
 
 
 class PactCache(ExternalCache):
@@ -83,6 +78,7 @@ class PactCache(ExternalCache):
         Without a `budget` no step is late. `groups`, by default one of full attention: with several, `block_size` is
         theirs, and the engine must offer a whole `SchedulerContext`. `copies_per_block`: see `LoadBudget`.
         """
+        groups = groups or one_group(block_size)
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = index_of(arena, groups, classes)
@@ -95,14 +91,13 @@ class PactCache(ExternalCache):
         """Tokens that the engine computes in the running step, and blocks that its commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
-        sides = Sides(groups, index, classes) if groups is not None and not groups.is_plain else None
-        root, ahead = (groups.chain_digest, groups.tokens_ahead) if groups is not None else (NO_GROUPS, 0)
+        of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
         limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
         load_budget = self._load_budget = LoadBudget(*limits)
         exits = self._exits = Exits(ledger, requests, load_budget)
         room = ArenaRoom(index, ledger, exits.give_up)
-        jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
+        jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)
         overdue = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
@@ -110,20 +105,28 @@ class PactCache(ExternalCache):
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         self._is_proven = arena.standing is Standing.PROVEN
         writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
-        saves = self.saves = Offloader(config, index, room, jobs, tags, writes, metrics, block_size, clock)
-        saves.side_saves = SideSaves(sides, index, room, jobs, tags, metrics) if sides is not None else None
+        reads.note_became_held = writes.note_became_held
+        saves = self.saves = Offloader(config, of_requests, index, room, jobs, tags, writes, metrics, clock)
         self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)
-        finder = self._finder = Finder(
-            config, index, below, reads, epochs, self._prefill, block_size, clock, budget, sides
-        )
+        finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, of_requests, clock, budget)
         self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, overdue, load_budget, exits, block_size, clock, sides
+            config, ledger, index, below, reads, finder, metrics, overdue, load_budget, exits, of_requests, clock
         )
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(
-            config, requests, ledger, index, jobs, overdue, load_budget, invalidation, writes, tags, metrics,
-            block_size, sides,
-        )  # fmt: skip
+            config,
+            requests,
+            ledger,
+            index,
+            jobs,
+            overdue,
+            load_budget,
+            invalidation,
+            writes,
+            tags,
+            metrics,
+            of_requests,
+        )
         below.open(tiers)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
@@ -270,8 +273,7 @@ class PactCache(ExternalCache):
         settlements = [settled for load in loads if (settled := self._loads.end(load))]
         settlements += [self._loads.end_late(load) for load in self._overdue.give_up(self._clock())]
         for save in saves:
-            if saved := self.saves.settle(save):
-                self.writeback.note_saved(save.keys, saved)
+            self.saves.settle(save)
         if not self.budget.exhausted:
             self.writeback.offer_some()
         self._steps.end_saves(self._jobs.saves.__contains__)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from math import inf
 
 from kvpact.cache.budget import StepBudget
+from kvpact.cache.groups import RequestGroups
 from kvpact.cache.lookup import Availability, Limits
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState
-from kvpact.cache.sides import Sides
 from kvpact.cache.tier_set import TierSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest
@@ -27,7 +27,7 @@ from kvpact.tiers.costs import PrefillRate
 KEY_PIECE_TOKENS = 8192
 """Tokens whose blocks are named at once: about 0.2 ms of the scheduler's thread, in blocks of 16."""
 
-SIDE_ROUNDS = 3
+MORE_ROUNDS = 3
 """How often a request asks shared tiers for blocks of side groups: for the longest match, and for shorter ones."""
 
 
@@ -41,11 +41,14 @@ class Finder:
     prefetcher: Prefetcher
     epochs: Epochs
     prefill: PrefillRate
-    block_size: int
+    groups: RequestGroups
     clock: Callable[[], float]
     budget: StepBudget
-    sides: Sides | None = None
-    """The side groups; None if the model has none."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a row."""
+        return self.groups.groups.block_size
 
     @property
     def asks_shared(self) -> bool:
@@ -86,7 +89,7 @@ class Finder:
 
     def _may_go_on(self, keys: Sequence[BlockKey]) -> bool:
         """Whether some place may hold blocks of a chain after `keys`, the first ones of it."""
-        if self._may_be_shared or (self.sides is not None and self.sides.groups.chain is None):
+        if self._may_be_shared or self.groups.groups.chain is None:
             return True
         if keys[-1] in self.index:
             return True
@@ -113,30 +116,25 @@ class Finder:
 
         Reads memory only and waits for nothing.
         """
-        resident = self.index.held_prefix(keys)
-        arriving = resident < len(keys) and self.prefetcher.is_arriving(keys[resident])
         by_tier = self.prefetcher.readable(keys, state.tier_lookup, now)
-        chain = Availability(resident, by_tier, arriving)
-        if self.sides is None:
-            return chain
-        if self.sides.groups.chain is None:
-            chain = Availability(len(keys), tuple(len(keys) for _ in by_tier))
-        return self._with_sides(self.sides, state, chain, start, now)
+        if self.groups.groups.chain is None:  # a chain whose blocks have no bytes is available everywhere
+            held, arriving, by_tier = len(keys), False, tuple(len(keys) for _ in by_tier)
+        else:
+            held = self.index.held_prefix(keys)
+            arriving = held < len(keys) and self.prefetcher.is_arriving(keys[held])
+        if not self.groups.groups.sides:
+            return Availability(held, by_tier, arriving)
+        return self._with_all_groups(state, Availability(held, by_tier, arriving), start, now)
 
-    def _with_sides(
-        self, sides: Sides, state: RequestState, chain: Availability, start: int, now: float
-    ) -> Availability:
-        """Cut what is available of a chain to what a match can use: all groups must have what it needs.
-
-        A chain whose blocks have no bytes is available everywhere.
-        """
-        resident = sides.longest(state, chain.resident, start, self.index.is_held)
+    def _with_all_groups(self, state: RequestState, chain: Availability, start: int, now: float) -> Availability:
+        """Cut what is available of a chain to what a match can use: all groups must have what it needs."""
+        resident = self.groups.longest(state, chain.resident, start, self.index.is_held)
         if not state.branches:
             state.branches = start, chain.resident
         reach, stored = resident, max(chain.resident, chain.stored)
         if self.tiers.clients and stored > resident:
-            supplied = self.prefetcher.supplied_sides(state.tier_lookup, now)
-            reach = sides.longest(state, stored, start, lambda key: self.index.is_held(key) or supplied(key))
+            supplied = self.prefetcher.supplied(state.tier_lookup, now)
+            reach = self.groups.longest(state, stored, start, lambda key: self.index.is_held(key) or supplied(key))
         if reach <= chain.resident:  # the tiers are needed for side groups alone
             by_tier = tuple(reach for _ in chain.by_tier)
         else:
@@ -161,23 +159,22 @@ class Finder:
         if missing and not self._computes_faster(missing, self.prefetcher.lookup_seconds or None):
             state.tier_lookup = self.prefetcher.ask(keys)
 
-    def ask_sides(self, state: RequestState, keys: Sequence[BlockKey], rows: int, start: int) -> None:
+    def ask_more(self, state: RequestState, keys: Sequence[BlockKey], rows: int, start: int) -> None:
         """Ask the shared tiers that have `rows` blocks of the chain what they hold of the side groups, if that is not
         known yet and would make a match longer."""
-        lookup = state.tier_lookup
-        if self.sides is None or lookup is None or lookup.pending or lookup.rounds >= SIDE_ROUNDS or not lookup.hits:
+        lookup, groups = state.tier_lookup, self.groups
+        if not groups.groups.sides or lookup is None or lookup.pending or not lookup.hits:
             return
-        rows = len(keys) if self.sides.groups.chain is None else rows
+        if lookup.rounds >= MORE_ROUNDS:
+            return
+        rows = len(keys) if groups.groups.chain is None else rows
         now = self.clock()
-        has = self.prefetcher.supplied_sides(lookup, now)
-        may_have = self.prefetcher.supplied_sides(lookup, now, unknown=True)
-        sure = self.sides.longest(state, rows, start, lambda key: self.index.is_held(key) or has(key))
-        perhaps = self.sides.longest(state, rows, start, lambda key: self.index.is_held(key) or may_have(key))
+        has, may_have = (self.prefetcher.supplied(lookup, now, unknown=unknown) for unknown in (False, True))
+        sure = groups.longest(state, rows, start, lambda key: self.index.is_held(key) or has(key))
+        perhaps = groups.longest(state, rows, start, lambda key: self.index.is_held(key) or may_have(key))
         if perhaps > sure:
-            names = [side.name for side in self.sides.named(state, perhaps, start)]
-            self.prefetcher.ask_sides(
-                lookup, [name for name in names if not self.index.is_held(name) and not has(name)]
-            )
+            keys = [needed.key for needed in groups.hanging(state, perhaps, start)]
+            self.prefetcher.ask_more(lookup, [key for key in keys if not self.index.is_held(key) and not has(key)])
 
     def ask_early(self, request: EngineRequest, state: RequestState) -> None:
         """Ask the shared tiers for a request that the engine has no room for yet, if that is worth it.

@@ -45,15 +45,15 @@ class Invalidation:
 
     def load_failed(self, load: LoadState) -> None:
         """Blocks failed to load: drop them, and all of the chain after them, everywhere."""
-        name, failed, sides = load.job.request_id, load.chain_failed(), load.failed_sides()
+        name, failed, hanging = load.job.request_id, load.chain_failed_from(), load.failed_keys()
         if failed is not None:
             logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", failed, name)
             self._invalidate_from(name, load.keys, failed)
-        if sides:
-            logger.warning("kvpact: %d blocks of side groups of request %s failed to load; dropped", len(sides), name)
-            for key in sides:
+        if hanging:
+            logger.warning("kvpact: %d blocks of side groups of request %s failed to load; dropped", len(hanging), name)
+            for key in hanging:
                 self.index.drop(key)
-            self.tiers.delete(sides)
+            self.tiers.delete(hanging)
             start = load.plan.blocks.start
             self.jobs.invalidate(name, load.keys[start], start)
             state = self.requests.live.get(name)
@@ -79,7 +79,7 @@ class Invalidation:
         """The content of a request's blocks from `first` on is unknown. The request may have finished."""
         self.jobs.cut_put_off(request_id, first)
         chains: list[Sequence[BlockKey]] = [
-            save.keys for save in self.jobs.saves.values() if save.job.request_id == request_id
+            save.run.chain for save in self.jobs.saves.values() if save.job.request_id == request_id
         ]
         state = self.requests.live.get(request_id)
         if state is not None and state.keys is not None:

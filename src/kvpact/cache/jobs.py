@@ -17,50 +17,60 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.identity.tags import Tag
 from kvpact.index.block_index import Pin
-from kvpact.ranges import BlockRange, RangeSet
+from kvpact.ranges import RangeSet
 
 Slots = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SideBlocks:
-    """Blocks in a row of a side group, in the group's numbering, and where memory has them."""
+class GroupBlocks:
+    """Blocks in a row of one KV cache group, in the group's numbering, and where memory has them."""
 
     group: int
     start: int
-    keys: tuple[BlockKey, ...]
-    slots: Slots
+    keys: Sequence[BlockKey]
+    slots: Sequence[int]
+
+
+Placed = tuple[GroupBlocks, tuple[int, ...]]
+"""Blocks in slots, each with the engine's block for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSlots:
-    """The slots of a plan's blocks: its pins keep their content, even if entries are dropped."""
+    """Where memory has what a plan loads: its pins keep the slots' content, even if entries are dropped."""
 
-    chain: Sequence[int] = ()
-    sides: tuple[SideBlocks, ...] = ()
-    """What the plan's last token needs of the side groups, and the engine has not computed."""
+    runs: tuple[GroupBlocks, ...] = ()
 
     @property
     def blocks(self) -> int:
         """All blocks that the plan loads."""
-        return len(self.chain) + sum(len(run.slots) for run in self.sides)
+        return sum(len(run.slots) for run in self.runs)
 
 
 PactPlan = Plan[Pin, PlanSlots]
 
 
 @dataclass(slots=True)
-class LoadState:
-    """A committed match on its way into the engine's blocks: one job for the chain, and some for the side groups."""
+class LoadPart:
+    """A job of a load, with the keys of its blocks and its reports."""
 
     job: LoadJob
-    """The chain's; where the chain has no bytes, the first one of the others."""
-    plan: PactPlan
-    keys: tuple[BlockKey, ...]
+    keys: Sequence[BlockKey]
     tally: JobTally
+    is_chain: bool
+    """Whether its blocks are the match's own, so that one that fails costs those from it on; else it costs them all."""
+
+
+@dataclass(slots=True)
+class LoadState:
+    """A committed match on its way into the engine's blocks, in one or more jobs."""
+
+    plan: PactPlan
+    keys: Sequence[BlockKey]
+    """The chain, up to the end of the match."""
+    parts: list[LoadPart]
     ask_at: float
-    sides: dict[int, tuple[LoadJob, JobTally, tuple[BlockKey, ...]]] = field(default_factory=dict)
-    """Job id -> a side group's job, its reports and the names of its blocks."""
     recalled: bool = False
     """Whether the weights have changed since the order."""
     given_up: bool = False
@@ -69,71 +79,117 @@ class LoadState:
     """Whether it was settled as late. Later reports of it concern the cache alone."""
 
     @property
-    def jobs(self) -> list[LoadJob]:
-        """All jobs of the load."""
-        return [self.job, *(job for job, _, _ in self.sides.values() if job is not self.job)]
+    def job(self) -> LoadJob:
+        """Its first job, by whose id it is known."""
+        return self.parts[0].job
+
+    @property
+    def job_ids(self) -> list[int]:
+        """The ids of all its jobs."""
+        return [part.job.job_id for part in self.parts]
 
     @property
     def block_ids(self) -> list[int]:
         """All of the engine's blocks that are written to."""
-        return [block_id for job in self.jobs for block_id in job.block_ids]
+        return [block_id for part in self.parts for block_id in part.job.block_ids]
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has reported all jobs."""
-        return self.tally.complete and all(tally.complete for _, tally, _ in self.sides.values())
+        return all(part.tally.complete for part in self.parts)
 
     def outcome(self) -> JobOutcome:
-        """Return the outcome of the chain's committed blocks: all have failed if one of a side group has."""
+        """What of the match arrived, in its blocks: the others are the hull of what failed on any rank."""
         blocks = RangeSet.of(self.plan.committed_blocks)
-        if any(tally.loaded().failed.ranges for _, tally, _ in self.sides.values()):
-            return JobOutcome(failed=blocks)
-        return JobOutcome(done=blocks) if self.job.job_id in self.sides else self.tally.loaded()
+        failed = RangeSet()
+        for part in self.parts:
+            lost = part.tally.loaded().failed
+            failed = failed.union(lost if part.is_chain or not lost.ranges else blocks)
+        return JobOutcome(blocks.difference(failed), failed)
 
-    def chain_failed(self) -> int | None:
-        """The first of the chain's blocks that did not arrive, if any."""
-        failed = None if self.job.job_id in self.sides else self.tally.loaded().failed.hull()
-        return failed.start if failed is not None else None
-
-    def failed_sides(self) -> list[BlockKey]:
-        """The names of the side groups' blocks that did not arrive."""
+    def failed_keys(self) -> list[BlockKey]:
+        """The keys of the blocks that did not arrive, of those that are no part of the chain."""
         return [
             key
-            for job, tally, keys in self.sides.values()
-            for block, key in zip(job.blocks, keys, strict=True)
-            if block in tally.loaded().failed
+            for part in self.parts
+            if not part.is_chain
+            for block, key in zip(part.job.blocks, part.keys, strict=True)
+            if block in part.tally.loaded().failed
         ]
+
+    def chain_failed_from(self) -> int | None:
+        """The first of the chain's blocks that did not arrive, if any."""
+        failed = [hull.start for part in self.parts if part.is_chain and (hull := part.tally.loaded().failed.hull())]
+        return failed[0] if failed else None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadRun:
+    """Blocks in a row of one KV cache group, to be saved from the engine's `block_ids`, from the group's `start` on.
+
+    `keys` names them, and `rows` has the number of the chain's block on which each hangs, or which it is; `chain`
+    begins with the chain's first block, and may go on after those. `leaving` are blocks that the engine evicts next;
+    they stay so after the save.
+    """
+
+    request_id: str
+    group: int
+    start: int
+    keys: Sequence[BlockKey]
+    rows: Sequence[int]
+    chain: Sequence[BlockKey]
+    block_ids: tuple[int, ...]
+    leaving: frozenset[int] = frozenset()
+    is_held: bool = False
+    """Whether the engine's blocks are held already."""
 
 
 @dataclass(slots=True)
 class SaveState:
-    """Computed blocks on their way into the arena. `pin` keeps their chain.
+    """Computed blocks on their way into the arena. `pin` keeps the last of them, with what it needs.
 
-    `trusted` becomes false if the weights change; the content of the chain's blocks from `garbage_from` on is unknown.
-
-    `leaving` are blocks saved because the engine is about to evict them: it evicts them first afterwards.
+    `trusted` becomes false if the weights change; the content of the chain's blocks from `garbage_from` on is unknown,
+    with what hangs on them.
     """
 
     job: SaveJob
+    run: OffloadRun
+    """As far as there was room for it."""
     slots: Slots | range
     """The job's slots, as they were reserved."""
-    keys: Sequence[BlockKey]
-    """The chain from its first block on; it may go on after the job's."""
     pin: Pin
     tally: JobTally
     ask_at: float
-    leaving: frozenset[int] = frozenset()
     trusted: bool = True
     garbage_from: int = maxsize
-    sides: tuple[BlockKey, ...] = ()
-    """The names of the blocks that are saved, if they are a side group's. `keys` is the chain that they hang on."""
-    side_rows: tuple[int, ...] = ()
-    """Their rows of the chain."""
+
+    @property
+    def parts(self) -> list[SaveState]:
+        """Itself: a save has one job."""
+        return [self]
+
+    @property
+    def job_ids(self) -> list[int]:
+        """The id of its job."""
+        return [self.job.job_id]
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has reported the job."""
         return self.tally.complete
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [start, end) of a chain whose save is put off, with the engine's blocks, which are held.
+
+    `chain` has those of the chain, none if it has no bytes, `hanging` the others: group, block, the engine's block.
+    """
+
+    start: int
+    end: int
+    chain: tuple[int, ...]
+    hanging: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(slots=True)
@@ -149,11 +205,8 @@ class PutOffSave:
     """All of the request; `names` makes the keys of them."""
     tag: Tag
     """With which the blocks were computed."""
-    start: int
-    """The first block."""
-    pieces: deque[tuple[int, ...]]
-    """The engine's blocks from there on, in the parts that are held and saved together; the last block of each first.
-    """
+    pieces: deque[Piece]
+    """In the order of the chain; each is held and saved by itself."""
     trusted: bool = True
     garbage_from: int = maxsize
 
@@ -204,6 +257,8 @@ class TransferJobs:
     timeout: float
     number: Callable[[int], int] | None = None
     """Tells the number by which workers know a slot; None if it is the index's."""
+    chain: int | None = 0
+    """The number of the chain group."""
     loads: dict[int, LoadState] = field(default_factory=dict, init=False)
     saves: dict[int, SaveState] = field(default_factory=dict, init=False)
     put_off: deque[PutOffSave] = field(default_factory=deque, init=False)
@@ -211,46 +266,33 @@ class TransferJobs:
     ordered: int = field(default=0, init=False)
     """Number of jobs so far; also the id of the last one."""
     _outbox: _Outbox = field(default_factory=_Outbox, init=False)
-    _loads_of_sides: dict[int, LoadState] = field(default_factory=dict, init=False)
-    """Job id of a side group's load -> the load that it is a part of."""
+    _loads_by_job: dict[int, LoadState] = field(default_factory=dict, init=False)
+    """Id of each job of a load -> the load."""
 
     def order_load(
-        self, plan: PactPlan, blocks: BlockRange, keys: Sequence[BlockKey], block_ids: Sequence[int], now: float,
-        *, synchronous: bool, sides: Sequence[tuple[SideBlocks, tuple[int, ...]]] = (), chain: int | None = 0,
-    ) -> LoadState:  # fmt: skip
-        """With this step, copy `blocks` of a committed plan from its slots into the engine's blocks.
+        self, plan: PactPlan, placed: Sequence[Placed], keys: Sequence[BlockKey], now: float, *, synchronous: bool
+    ) -> LoadState:
+        """With this step, copy blocks of a committed plan from their slots into the engine's; `keys` is the chain.
 
-        The step waits for a `synchronous` one. `sides` are the side groups' blocks, each with the engine's; `chain` is
-        the number of the chain's group, None if the chain has no bytes.
+        The step waits for a `synchronous` load. `placed` has at least one entry.
         """
-        name = plan.request_id
-        jobs = {
-            job.job_id: (job, JobTally(job.blocks, self.ranks), run.keys)
-            for run, ids in sides
-            for job in [LoadJob(self._next_id(), name, run.start, run.slots, ids, synchronous, run.group)]
-        }
-        if chain is not None:
-            slots, ids = tuple(plan.slots.chain[: blocks.count]), tuple(block_ids[blocks.start : blocks.end])
-            job = LoadJob(self._next_id(), name, blocks.start, slots, ids, synchronous, chain)
-            tally = JobTally(blocks, self.ranks)
-            self._outbox.loads.append(job)
-        else:
-            job, tally, _ = next(iter(jobs.values()))
-        load = LoadState(job, plan, tuple(keys[: blocks.end]), tally, now + self.timeout, jobs)
-        self.loads[job.job_id] = load
-        self._loads_of_sides.update(dict.fromkeys(jobs, load))
-        self._outbox.loads += [job for job, _, _ in jobs.values()]
+        parts = [
+            LoadPart(job, run.keys, JobTally(job.blocks, self.ranks), run.group == self.chain)
+            for run, ids in placed
+            for job in [
+                LoadJob(self._next_id(), plan.request_id, run.start, tuple(run.slots), ids, synchronous, run.group)
+            ]
+        ]
+        load = LoadState(plan, keys, parts, now + self.timeout)
+        self.loads[load.job.job_id] = load
+        self._loads_by_job.update(dict.fromkeys(load.job_ids, load))
+        self._outbox.loads += [part.job for part in parts]
         return load
 
-    def order_save(
-        self, request_id: str, start: int, slots: Slots | range, block_ids: tuple[int, ...],
-        keys: Sequence[BlockKey], pin: Pin,
-        now: float, leaving: frozenset[int] = frozenset(), group: int = 0,
-    ) -> SaveState:  # fmt: skip
-        """After this step, copy the engine's blocks from `start` on into `slots`; `pin` keeps the chain of `keys`."""
-        job = SaveJob(self._next_id(), request_id, start, tuple(slots), block_ids, group)
-        tally = JobTally(job.blocks, self.ranks)
-        save = SaveState(job, slots, keys, pin, tally, now + self.timeout, leaving)
+    def order_save(self, run: OffloadRun, slots: Slots | range, pin: Pin, now: float) -> SaveState:
+        """After this step, copy the engine's blocks of `run` into `slots`; `pin` keeps the last of them."""
+        job = SaveJob(self._next_id(), run.request_id, run.start, tuple(slots), run.block_ids, run.group)
+        save = SaveState(job, run, slots, pin, JobTally(job.blocks, self.ranks), now + self.timeout)
         self.saves[job.job_id] = save
         self._outbox.saves.append(job)
         return save
@@ -261,8 +303,8 @@ class TransferJobs:
 
     def save_ordered_now(self, request_id: str) -> SaveState | None:
         """The save of a request's chain that the running step orders, if any."""
-        saves = (job for job in self._outbox.saves if job.request_id == request_id)
-        job = next((job for job in saves if not self.saves[job.job_id].sides), None)
+        saves = (job for job in self._outbox.saves if job.request_id == request_id and job.group_id == self.chain)
+        job = next(saves, None)
         return self.saves[job.job_id] if job is not None else None
 
     def end_step(self, now: float, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
@@ -273,10 +315,9 @@ class TransferJobs:
                 continue
             task.ask_at = now + self.timeout  # a report may be lost, or its worker slow: ask, and do no more
             if not self._outbox.has(task.job):  # a worker calls an unknown job failed, and would copy it later
-                jobs = task.jobs if isinstance(task, LoadState) else [task.job]
-                self._outbox.inquiries += [JobQuery(job.job_id, job.blocks) for job in jobs]
+                self._outbox.inquiries += [JobQuery(part.job.job_id, part.job.blocks) for part in task.parts]
                 if isinstance(task, LoadState) and task.given_up:
-                    self._outbox.overdue += [job.job_id for job in jobs]  # a worker may not have heard it
+                    self._outbox.overdue += task.job_ids  # a worker may not have heard it
         return self._named(self._outbox.take(lookups))
 
     def _named(self, work: StepWork) -> StepWork:
@@ -302,7 +343,7 @@ class TransferJobs:
         ]
         for load in overdue:
             load.given_up = True
-            self._outbox.overdue += [job.job_id for job in load.jobs]
+            self._outbox.overdue += load.job_ids
         return overdue
 
     def abandon_step(self) -> WorkerReport:
@@ -318,10 +359,9 @@ class TransferJobs:
         reported: dict[int, LoadState | SaveState] = {}
         for rank, jobs in report.ranks.items():
             for job_id, outcome in jobs.items():
-                task = self.loads.get(job_id) or self.saves.get(job_id) or self._loads_of_sides.get(job_id)
+                task = self._loads_by_job.get(job_id) or self.saves.get(job_id)
                 if task is not None:
-                    side = task.sides.get(job_id) if isinstance(task, LoadState) else None
-                    (side[1] if side is not None else task.tally).add(rank, outcome)
+                    next(part for part in task.parts if part.job.job_id == job_id).tally.add(rank, outcome)
                     reported[task.job.job_id] = task
         ended = [reported[job_id] for job_id in sorted(reported) if reported[job_id].is_complete]
         loads = [task for task in ended if isinstance(task, LoadState)]
@@ -331,30 +371,33 @@ class TransferJobs:
         """The job is settled."""
         if isinstance(task, LoadState):
             del self.loads[task.job.job_id]
-            for job_id in task.sides:
-                del self._loads_of_sides[job_id]
+            for job_id in task.job_ids:
+                del self._loads_by_job[job_id]
         else:
             del self.saves[task.job.job_id]
 
     def invalidate(self, request_id: str, key: BlockKey, block: int) -> None:
         """The content of a request's `block`, named `key`, is unknown: store nothing from it on."""
-        for save in self.saves.values():
-            if save.job.request_id == request_id or (block < len(save.keys) and save.keys[block] == key):
-                save.garbage_from = min(save.garbage_from, block)
-        for waiting in self.put_off:
-            keys = waiting.names.keys
-            if waiting.request_id == request_id or (block < len(keys) and keys[block] == key):
-                waiting.garbage_from = min(waiting.garbage_from, block)
+        waiting: list[tuple[SaveState | PutOffSave, str, Sequence[BlockKey]]] = [
+            *((save, save.job.request_id, save.run.chain) for save in self.saves.values()),
+            *((save, save.request_id, save.names.keys) for save in self.put_off),
+        ]
+        for each, name, chain in waiting:
+            if name == request_id or (block < len(chain) and chain[block] == key):
+                each.garbage_from = min(each.garbage_from, block)
 
     def blocks_to_save(self) -> Iterator[tuple[str, int, Sequence[int]]]:
-        """Request, first block and the engine's blocks of all that is being saved, or to be saved, in parts."""
+        """Request, row of its chain and the engine's blocks of all that is being saved, or to be saved, in parts."""
         for save in self.saves.values():
-            yield save.job.request_id, save.job.start_block, save.job.block_ids
+            run = save.run
+            if run.group == self.chain:
+                yield run.request_id, run.start, run.block_ids
+            else:
+                yield from ((run.request_id, row, (each,)) for row, each in zip(run.rows, run.block_ids, strict=True))
         for waiting in self.put_off:
-            start = waiting.start
             for piece in waiting.pieces:
-                yield waiting.request_id, start, piece[::-1]
-                start += len(piece)
+                yield waiting.request_id, piece.start, piece.chain
+                yield from ((waiting.request_id, piece.start, (each,)) for _, _, each in piece.hanging)
 
     def cut_put_off(self, request_id: str, block: int) -> None:
         """Order no save of a request's blocks from `block` on, but those that are ordered already."""
@@ -373,7 +416,7 @@ class TransferJobs:
             waiting.trusted = False
         for load in self.loads.values():
             if not load.recalled and not load.job.synchronous:
-                self._outbox.recalls += [job.job_id for job in load.jobs]
+                self._outbox.recalls += load.job_ids
             load.recalled = True
 
     def check(self) -> None:

@@ -1,21 +1,25 @@
 """What "save": "lazy" needs to know: what each of the engine's blocks holds, and which of them are evicted next.
 
-Owns a memo with one entry for each block of the engine's pool, and a cursor on the engine's free queue. Names chains of
-blocks that are about to be lost; `offload.py` saves them. The engine does not say when it reuses a block, so an entry
-counts only while the engine publishes the block under the hash that it had when the entry was made.
+Owns a memo with one entry for each block of the engine's pool, and a cursor on the engine's free queue. Names blocks
+that are about to be lost; `offload.py` saves them. A block that hangs on a row of the chain is saved with that row,
+else the row would be of no use, and the row with the block that is evicted before; if the row is stored already, the
+block is saved at once. The engine does not say when it reuses a block, so an entry counts only while the engine
+publishes the block under the hash that it had when the entry was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from kvpact.cache.lazy_sides import LazySides, OffloadRun
+from kvpact.cache.groups import RequestGroups, Tables, runs_of
+from kvpact.cache.jobs import OffloadRun
 from kvpact.contract import KVCacheBlockView, SchedulerContext
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
+from kvpact.identity.tags import BlockTags, Tag
 from kvpact.index.block_index import ROOT, BlockIndex
 
 MIN_WINDOW: Final = 16
@@ -37,41 +41,53 @@ SAVES_PER_STEP: Final = 96
 CLIMB_PER_STEP: Final = 1024
 """Blocks of a chain that one step follows at most to find the stored part."""
 
+CHAIN_KEYS_PER_STEP: Final = 8192
+"""Rows of chains that one step reads at most to name what it saves, besides one whole chain: 0.1 us each."""
+
 
 @dataclass(slots=True)
 class BlockContent:
-    """What a block of the engine holds: block `key` after `parent`, computed for a request.
+    """What a block of the engine holds: a group's `block`, named `key`, computed for a request.
 
-    `block_hash` is the engine's name for it, None until the engine publishes it. `offered`: since its last use it was
-    stored, or could not be. It is not saved twice in a row, or two chains would evict each other for ever.
+    `parent` is the key of the row before it, or of that on which it hangs. `block_hash` is the engine's name for it,
+    None until the engine publishes it. `offered`: since its last use it was stored, or could not be. It is not saved
+    twice in a row, or two chains would evict each other for ever.
     """
 
     key: BlockKey
     parent: BlockKey
+    group: int
+    block: int
     request_id: str
+    tag: Tag
     block_hash: bytes | None
     offered: bool = False
 
 
 @dataclass(eq=False)
 class LazyOffload:
-    """The memo and the cursor of one engine. At least `min_window` blocks at the head of the queue are watched."""
+    """The memo and the cursor of one engine. Watches `min_window` blocks or more."""
 
     context: SchedulerContext
     index: BlockIndex
+    groups: RequestGroups
+    tags: BlockTags
     min_window: int = MIN_WINDOW
-    sides: LazySides | None = None
-    """The side groups' blocks; None if the model has none."""
     dirty: bool = field(default=False, init=False)
-    """Whether the engine's blocks may have moved since a walk through the window last found nothing to do."""
+    """Whether the next step may find something to save."""
     _entries: dict[int, BlockContent] = field(default_factory=dict, init=False)
     """Block id -> what it holds; at most one entry for each block of the pool (P12)."""
     _places: dict[BlockKey, int] = field(default_factory=dict, init=False)
     """Key -> the block that was last seen to hold it; at most one for each entry."""
-    _unpublished: dict[str, list[tuple[int, int]]] = field(default_factory=dict, init=False)
-    """Request -> (position, block id) of its blocks that the engine has not published yet."""
-    _peak_alloc_rate: float = field(default=0.0, init=False)
+    _hanging: dict[BlockKey, dict[BlockKey, None]] = field(default_factory=dict, init=False)
+    """Row of a chain -> the keys with a place that hang on it."""
+    _waiting: dict[BlockKey, None] = field(default_factory=dict, init=False)
+    """Rows on which something hangs that is to be saved now, in order of arrival."""
+    _unpublished: dict[str, list[int]] = field(default_factory=dict, init=False)
+    """Request -> its blocks that the engine has not published yet."""
     _held: int = field(default=0, init=False)
+    """Blocks held until they are saved."""
+    _peak_alloc_rate: float = field(default=0.0, init=False)
     _cursor: int | None = field(default=None, init=False)
     _passed: int = field(default=0, init=False)
     """Blocks from the head of the queue to the cursor, both included."""
@@ -80,51 +96,72 @@ class LazyOffload:
 
     # What the engine computes
 
-    def note(self, request_id: str, keys: Sequence[BlockKey], start: int, end: int, block_ids: Sequence[int]) -> None:
-        """After this step, a request's blocks from `start` to `end` hold `keys[start:end]`."""
-        self._confirm(request_id, block_ids)
-        unpublished = []
-        for place in range(start, end):
-            block_id, key = block_ids[place], keys[place]
+    def note(self, run: OffloadRun, tag: Tag) -> None:
+        """After this step the engine's blocks hold what `run` says, computed with this tag."""
+        unpublished, parents = [], self._parents_of(run)
+        for block, (key, parent, block_id) in enumerate(zip(run.keys, parents, run.block_ids, strict=True), run.start):
             entry = self._entries.get(block_id)
-            if entry is not None and entry.key == key and entry.block_hash is not None:
-                entry.offered = False
-                continue
-            self._drop(block_id)
-            block_hash = self.context.get_block(block_id).block_hash
-            parent = keys[place - 1] if place else ROOT
-            self._entries[block_id] = BlockContent(key, parent, request_id, block_hash)
-            if block_hash is None:
-                unpublished.append((place, block_id))
-                self._places.setdefault(key, block_id)  # the engine may publish another block of the same content
+            if entry is None or entry.key != key or entry.block_hash is None:
+                self._drop(block_id)
+                block_hash = self.context.get_block(block_id).block_hash
+                entry = BlockContent(key, parent, run.group, block, run.request_id, tag, block_hash)
+                self._entries[block_id] = entry
+                if key not in self._places:  # else the engine may publish another block of the same content
+                    self._put(entry, block_id)
+            entry.tag = tag
+            if entry.block_hash is None:
+                unpublished.append(block_id)
             else:
-                self._places[key] = block_id
+                self._publish(block_id, entry)
         if unpublished:
-            self._unpublished.setdefault(request_id, []).extend(unpublished)
+            self._unpublished.setdefault(run.request_id, []).extend(unpublished)
         self.dirty = True
 
-    def _confirm(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """The request still holds `block_ids`: their hashes are those of what it computed."""
-        waiting = self._unpublished.pop(request_id, ())
+    def _parents_of(self, run: OffloadRun) -> Sequence[BlockKey]:
+        if run.group != self._chain:
+            return [run.chain[row] for row in run.rows]
+        return [run.chain[run.start - 1] if run.start else ROOT, *run.keys[:-1]]
+
+    @property
+    def _chain(self) -> int | None:
+        return self.groups.groups.chain
+
+    def _put(self, entry: BlockContent, block_id: int) -> None:
+        """The block is where its content is to be found."""
+        self._places[entry.key] = block_id
+        if entry.group != self._chain:
+            self._hanging.setdefault(entry.parent, {})[entry.key] = None
+
+    def _publish(self, block_id: int, entry: BlockContent) -> None:
+        """The engine will serve the block. If it hangs on a row that is stored already, it is saved at once."""
+        self._put(entry, block_id)
+        entry.offered = False
+        hangs = entry.group != self._chain and self._chain is not None
+        if hangs and entry.parent in self.index and entry.key not in self.index:
+            self._waiting[entry.parent] = None
+
+    def confirm(self, request_id: str, tables: Tables) -> None:
+        """The request still holds `tables`: their hashes are those of what it computed."""
         still = []
-        for place, block_id in waiting:
+        for block_id in self._unpublished.pop(request_id, ()):
             entry = self._entries.get(block_id)
-            moved = place >= len(block_ids) or block_ids[place] != block_id
-            if moved or entry is None or entry.request_id != request_id:
+            if entry is None or entry.request_id != request_id or entry.block_hash is not None:
+                continue
+            table = tables[entry.group] if tables else ()
+            if entry.block >= len(table) or table[entry.block] != block_id:
+                self._drop(block_id)
                 continue
             entry.block_hash = self.context.get_block(block_id).block_hash
             if entry.block_hash is None:
-                still.append((place, block_id))
+                still.append(block_id)
             else:
-                self._places[entry.key] = block_id
+                self._publish(block_id, entry)
         if still:
             self._unpublished[request_id] = still
 
     def rewind(self, request_id: str) -> None:
         """The request lost its blocks: forget those that were not published."""
-        if self.sides is not None:
-            self.sides.rewind(request_id)
-        for _, block_id in self._unpublished.pop(request_id, ()):
+        for block_id in self._unpublished.pop(request_id, ()):
             entry = self._entries.get(block_id)
             if entry is not None and entry.request_id == request_id and entry.block_hash is None:
                 self._drop(block_id)
@@ -132,59 +169,55 @@ class LazyOffload:
 
     def request_finished(self, request_id: str) -> None:
         """The request ends; it still holds its blocks during this call."""
-        if request_id in self.known_requests:
+        if request_id in self._unpublished:
             try:
-                tables = self.context.get_block_ids(request_id)
+                tables: Tables = self.context.get_block_ids(request_id)
             except PactViolation:
                 tables = ()
-            chain = self.sides.sides.groups.chain if self.sides is not None else 0
-            self._confirm(request_id, tables[chain] if tables and chain is not None else ())
-            if self.sides is not None and tables:
-                self.sides.confirm(request_id, tables)
+            self.confirm(request_id, tables)
             self.rewind(request_id)
         self.dirty = True
 
-    def invalidate_blocks(self, block_ids: Sequence[int]) -> None:
+    def invalidate_blocks(self, block_ids: Iterable[int]) -> None:
         """Something unknown is computed into these blocks: forget them."""
-        for block_id in block_ids if self._entries or self.sides is not None else ():
+        for block_id in block_ids if self._entries else ():
             self._drop(block_id)
-            if self.sides is not None:
-                self.sides.drop(block_id)
 
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Do not save the engine's blocks of these keys, nor blocks after them."""
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Do not save the engine's blocks of these keys, nor what hangs on them, nor blocks after them."""
         for key in keys:
-            block_id = self._places.get(key)
-            if block_id is not None:
-                self._drop(block_id)
-        if self.sides is not None:
-            self.sides.forget(keys)
+            for each in (key, *self._hanging.get(key, ())):
+                if (block_id := self._places.get(each)) is not None:
+                    self._drop(block_id)
 
     def clear(self) -> None:
         """Forget all that the engine holds."""
-        if self.sides is not None:
-            self.sides.clear()
-        self._entries.clear()
-        self._places.clear()
-        self._unpublished.clear()
+        for kept in (self._entries, self._places, self._hanging, self._waiting, self._unpublished):
+            kept.clear()
         self._resume_key = None
         self._restart()
 
     def _drop(self, block_id: int) -> None:
         entry = self._entries.pop(block_id, None)
-        if entry is not None and self._places.get(entry.key) == block_id:
-            del self._places[entry.key]
+        if entry is None or self._places.get(entry.key) != block_id:
+            return
+        del self._places[entry.key]
+        if (hanging := self._hanging.get(entry.parent)) is not None and entry.group != self._chain:
+            hanging.pop(entry.key, None)
+            if not hanging:
+                del self._hanging[entry.parent]
+                self._waiting.pop(entry.parent, None)
 
     # What is about to be lost
 
     def due(self, taken_blocks: int) -> Iterator[OffloadRun]:
-        """The chains to save in this step, in which the engine took `taken_blocks` from its free queue.
+        """The runs to save in this step, in which the engine took `taken_blocks` from its free queue.
 
         The caller takes all of them. It calls `saving` for each one that it saves, before it takes the next, and
         `saved` once the blocks are released. The work is bounded, whatever is in the queue (P11).
         """
         self._peak_alloc_rate = max(float(taken_blocks), self._peak_alloc_rate * PEAK_ALLOC_DECAY)
-        self.dirty |= taken_blocks > 0 or (self.sides is not None and self.sides.has_waiting)
+        self.dirty |= taken_blocks > 0 or bool(self._waiting)
         if not self.dirty and self._resume_key is None:
             return
         window = max(self.min_window, int(WINDOW_STEPS * self._peak_alloc_rate))
@@ -192,59 +225,53 @@ class LazyOffload:
         # The engine cannot take what is held: at least half of a short queue is left to it.
         most = max(1, (self._passed + len(ahead)) // 2) if at_end else window
         room = min(SAVES_PER_STEP, most - self._held)
-        ends = [key for view in ahead for key in self._due(view)]
+        ends = [row for view in ahead if (row := self._due_row(view)) is not None]
         if self._resume_key is not None:
             ends.insert(0, self._resume_key)
             self._resume_key = None
         leaving = {view.block_id: view.block_hash for view in ahead}
         taken: set[int] = set()
         until = self._held + room
-        yield from self._side_runs(until, leaving, taken)
-        for key in ends:
+        yield from self._save_hanging(until, leaving, taken)
+        for row in ends:
             if self._held >= until or self._resume_key is not None:
                 break
-            chain = self._chain_to(key, until - self._held, leaving)
-            if chain is not None:
-                yield from self._save_chain(chain, taken)
-            if self.sides is not None and self._resume_key is None:
-                self.sides.note_handled(key)
-        yield from self._side_runs(until, leaving, taken)
+            run = self._chain_to(row, until - self._held, leaving)
+            if run is not None:
+                yield from self._save_chain(run, taken)
+            if self._resume_key is None:
+                self._note_handled(row)
+        yield from self._save_hanging(until, leaving, taken)
         self._advance([view.block_id for view in ahead if view.block_id not in taken], window, at_end)
-        waits = self._resume_key is not None or (self.sides is not None and self.sides.has_waiting)
+        waits = self._resume_key is not None or bool(self._waiting)
         self.dirty = bool(taken) or self._held >= until or self._cursor is not None or waits
 
-    def _save_chain(self, chain: OffloadRun, taken: set[int]) -> Iterator[OffloadRun]:
-        """Offer a run to the caller; what it saves is `taken` from the free queue."""
+    def _save_chain(self, run: OffloadRun, taken: set[int]) -> Iterator[OffloadRun]:
+        """Offer a run of the chain to the caller; what it saves is `taken` from the free queue."""
         held = self._held
-        yield chain
+        yield run
         if self._held == held:
             self._resume_key = None  # there is no room for it
         else:
-            taken.update(chain.block_ids)
-            if self.sides is not None:
-                self.sides.note_saved_rows(chain.keys[chain.start : chain.start + self._held - held])
-        for block_id in chain.block_ids:
+            taken.update(run.block_ids)
+            saved = run.keys[: self._held - held]
+            self._waiting.update((row, None) for row in saved if row in self._hanging)
+        for block_id in run.block_ids:
             self._entries[block_id].offered = True
 
-    def _side_runs(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[OffloadRun]:
-        """Offer the caller runs of side groups' blocks that wait, until `until` blocks are held; note what it takes."""
-        for run in self.sides.take(until - self._held, leaving) if self.sides is not None else ():
+    def _save_hanging(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[OffloadRun]:
+        """Offer the caller what hangs on rows that wait, until `until` blocks are held; note what it takes."""
+        for run in self._take(until - self._held, leaving):
             held = self._held
             yield run
             if self._held > held:
                 taken.update(run.block_ids)
-            elif self.sides is not None:
-                self.sides.refuse(run)
+            else:  # there is no room: the rows wait no longer
+                for row in run.rows:
+                    self._waiting.pop(run.chain[row], None)
 
-    def _due(self, view: KVCacheBlockView) -> Iterator[BlockKey]:
-        """The rows of chains that must be stored so that what a block of the free queue holds is."""
-        if (entry := self._due_content(view)) is not None:
-            yield entry.key
-        if self.sides is not None and (row_key := self.sides.due_row(view)) is not None:
-            yield row_key
-
-    def _due_content(self, view: KVCacheBlockView) -> BlockContent | None:
-        """The content of a block of the free queue, if it is known and not stored."""
+    def _due_row(self, view: KVCacheBlockView) -> BlockKey | None:
+        """The row that must be stored so that what a block of the free queue holds is; None if nothing is to save."""
         entry = self._entries.get(view.block_id)
         if entry is None or entry.offered or entry.block_hash is None:
             return None
@@ -254,8 +281,80 @@ class LazyOffload:
         if view.block_hash != entry.block_hash:
             self._drop(view.block_id)
             return None
-        self._places[entry.key] = view.block_id
-        return entry
+        self._put(entry, view.block_id)
+        return entry.key if entry.group == self._chain else entry.parent
+
+    def _note_handled(self, row: BlockKey) -> None:
+        """All that could be done to store a row is done: what hangs on it is saved now, or not offered again."""
+        hanging = self._hanging.get(row)
+        if hanging and row in self.index:
+            self._waiting[row] = None
+        for key in hanging or () if row not in self.index else ():
+            self._entries[self._places[key]].offered = True
+
+    def _take(self, room: int, leaving: Mapping[int, bytes | None]) -> list[OffloadRun]:
+        """Runs of at most `room` blocks that hang on rows that wait; each is offered once."""
+        found, left = list[int](), room
+        for row in [*islice(self._waiting, max(0, room))]:
+            if left <= 0:
+                break
+            blocks = self._to_save(row, leaving)
+            if len(blocks) <= left:
+                self._waiting.pop(row, None)
+            found += blocks[:left]
+            left -= len(blocks)
+        return self._runs(found, leaving)
+
+    def _to_save(self, row: BlockKey, leaving: Mapping[int, bytes | None]) -> list[int]:
+        """The blocks that hang on a row, and still hold what they did when they were noted, if the row is known."""
+        blocks = []
+        for key in [*self._hanging.get(row, ())]:
+            block_id = self._places[key]
+            entry = self._entries[block_id]
+            entry.offered = True
+            if row not in self.index or key in self.index or entry.block_hash is None:
+                continue
+            if self._holds(block_id, entry, leaving):
+                blocks.append(block_id)
+            else:
+                self._drop(block_id)
+        return blocks
+
+    def _holds(self, block_id: int, entry: BlockContent, leaving: Mapping[int, bytes | None]) -> bool:
+        """Whether the engine's block still holds what it did; `leaving` has the hashes of those it evicts next."""
+        seen = leaving[block_id] if block_id in leaving else self.context.get_block(block_id).block_hash
+        return entry.block_hash is not None and entry.block_hash == seen and self.tags.has(block_id, entry.tag)
+
+    def _runs(self, found: Sequence[int], leaving: Mapping[int, bytes | None]) -> list[OffloadRun]:
+        """Return blocks that hang on rows as runs, each of one chain and one group.
+
+        Those whose chains take too long to read wait.
+        """
+        groups, walked = self.groups.groups, 0
+        chains: list[tuple[BlockKey, ...]] = []
+        parts: dict[tuple[int, int], dict[int, int]] = {}
+        entries = {block_id: self._entries[block_id] for block_id in found}
+        rows = {block_id: groups.row_of(entry.group, entry.block) for block_id, entry in entries.items()}
+        for block_id in sorted(rows, key=rows.__getitem__, reverse=True):
+            entry, row = entries[block_id], rows[block_id]
+            at = next((n for n, keys in enumerate(chains) if len(keys) > row and keys[row] == entry.parent), None)
+            if at is None:
+                if walked > CHAIN_KEYS_PER_STEP:
+                    self._waiting[entry.parent] = None
+                    continue
+                at = len(chains)
+                chains.append(tuple(self.index.chain(entry.parent)))
+                walked += row
+            parts.setdefault((at, entry.group), {})[entry.block] = block_id
+        runs = []
+        for (at, number), blocks in parts.items():
+            for start, end in runs_of(sorted(blocks)):
+                ids = tuple(blocks[block] for block in range(start, end))
+                below = [rows[block_id] for block_id in ids]
+                names, owner = [entries[block_id].key for block_id in ids], entries[ids[-1]].request_id
+                departing = frozenset(ids).intersection(leaving)
+                runs.append(OffloadRun(owner, number, start, names, below, chains[at], ids, departing))
+        return runs
 
     def saving(self, blocks: int) -> None:
         """`blocks` blocks are held until they are saved."""
@@ -293,13 +392,13 @@ class LazyOffload:
     def _restart(self) -> None:
         self._cursor, self._passed = None, 0
 
-    def _chain_to(self, key: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> OffloadRun | None:
-        """The blocks to save so that `key` will be stored: at most `room`, the first ones first.
+    def _chain_to(self, row: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> OffloadRun | None:
+        """The rows to save so that `row` will be stored: at most `room`, the first ones first.
 
-        None if a block between the stored part and `key` is lost, or if that piece is too long for one step.
+        None if a row between the stored part and `row` is lost, or if that piece is too long for one step.
         """
         missing: list[int] = []
-        parent = key
+        parent = row
         while parent != ROOT and parent not in self.index:
             block_id = self._places.get(parent)
             if block_id is None:
@@ -312,21 +411,21 @@ class LazyOffload:
             missing.append(block_id)
             parent = self._entries[block_id].parent
         if len(missing) > room:
-            self._resume_key = key
+            self._resume_key = row
         known = self.index.chain(parent)
         new: list[BlockKey] = []
         for block_id in missing[: -room - 1 : -1]:
             entry = self._entries[block_id]
-            seen = leaving[block_id] if block_id in leaving else self.context.get_block(block_id).block_hash
-            if entry.block_hash is None or entry.block_hash != seen:
+            if not self._holds(block_id, entry, leaving):
                 self._drop(block_id)
                 break
             new.append(entry.key)
         if not new:
             return None
-        block_ids = tuple(reversed(missing[-len(new) :]))
-        owner = self._entries[block_ids[-1]].request_id
-        return OffloadRun(owner, (*known, *new), len(known), block_ids, frozenset(block_ids).intersection(leaving))
+        ids, start = tuple(reversed(missing[-len(new) :])), len(known)
+        owner, departing = self._entries[ids[-1]].request_id, frozenset(ids).intersection(leaving)
+        rows, group = range(start, start + len(new)), self._entries[ids[0]].group
+        return OffloadRun(owner, group, start, new, rows, [*known, *new], ids, departing)
 
     def content_of(self, block_id: int) -> BlockContent | None:
         """What a block of the engine is known to hold; None if that is unknown."""
@@ -335,20 +434,24 @@ class LazyOffload:
     @property
     def known_requests(self) -> Collection[str]:
         """Requests with blocks that the engine has not published yet."""
-        sides = self.sides.known_requests if self.sides is not None else ()
-        return {*self._unpublished, *sides}
+        return self._unpublished.keys()
 
     def __len__(self) -> int:
-        """Number of the engine's blocks whose content as a part of a chain is known."""
+        """Number of the engine's blocks whose content is known."""
         return len(self._entries)
 
     def check(self) -> None:
         """Verify the memo; raises PactViolation."""
-        if self.sides is not None:
-            self.sides.check()
+        hanging = set[BlockKey]()
         for key, block_id in self._places.items():
             entry = self._entries.get(block_id)
             if entry is None or entry.key != key:
                 raise PactViolation(f"the memo says that block {block_id} holds {key.hex()[:16]}, and does not know it")
+            if entry.group != self._chain:
+                hanging.add(key)
+        if hanging != {key for keys in self._hanging.values() for key in keys} or not all(self._hanging.values()):
+            raise PactViolation("the memo does not know what hangs on which row")
+        if gone := self._waiting.keys() - self._hanging.keys():
+            raise PactViolation(f"{len(gone)} rows wait that nothing hangs on")
         if self._held < 0:
             raise PactViolation(f"{self._held} blocks are being saved lazily")

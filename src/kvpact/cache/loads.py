@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvpact.cache.groups import RequestGroups
 from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import LoadState, PactPlan, PlanSlots, TransferJobs
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.request import Requests, RequestState
-from kvpact.cache.sides import Sides
-from kvpact.cache.writeback import WriteBack
+from kvpact.cache.writeback import Offer, WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalKVMatch, LoadSettlement, num_blocks_for
 from kvpact.identity.tags import NO_TAG, BlockTags
@@ -36,9 +36,12 @@ class Loads:
     writeback: WriteBack
     tags: BlockTags
     metrics: Metrics
-    block_size: int
-    sides: Sides | None = None
-    """The side groups; None if the model has none."""
+    groups: RequestGroups
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a row."""
+        return self.groups.groups.block_size
 
     def begin(
         self, plan: PactPlan, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int], now: float
@@ -48,61 +51,53 @@ class Loads:
         Its step waits for the load if `match`, which is what the engine was told of the plan, says so. 0: the cache
         declines, because it may have promised more than is left of the side groups for fewer tokens.
         """
-        synchronous = not match.load_kv_async
+        synchronous, groups = not match.load_kv_async, self.groups
         blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
         state = self.requests.live[plan.request_id]
-        cut: Sequence[Pin] = ()
-        if self.sides is not None and num_tokens < plan.promised_tokens:
-            pins = self._cut(self.sides, plan, state, num_tokens)
-            if pins is None:
-                self.ledger.abort(plan, EndReason.REFUSED)
-                return 0
-            cut = pins
-        chain = 0 if self.sides is None else self.sides.groups.chain
-        sides = self.sides.placed(plan.request_id, plan.slots.sides) if self.sides is not None else []
-        if chain is None and not sides:
+        keep: Sequence[Pin] | None = plan.leases
+        if num_tokens < plan.promised_tokens:
+            keep = self._cut(plan, state, num_tokens)
+        tables = groups.tables(plan.request_id, lambda: block_ids)
+        placed = groups.placed(plan.slots.runs, tables)
+        if keep is None or not placed:
             self.ledger.abort(plan, EndReason.REFUSED)
             return 0
-        if self.sides is not None and chain is not None and self.sides.context is not None:
-            block_ids = self.sides.context.get_block_ids(plan.request_id)[chain]
         state.commit(num_tokens)
-        loaded = blocks.count + sum(len(ids) for _, ids in sides)
+        loaded = sum(len(ids) for _, ids in placed)
         if synchronous:
             self.load_budget.spend(loaded)
         keys = state.keys.keys if state.keys is not None else []
-        if chain is not None:
-            self.writeback.note_used(keys, blocks.end)
-            self.tags.fill(block_ids[blocks.start : blocks.end], state.tag)
-            if blocks.start <= state.sound < blocks.end and self.sides is None:
-                state.sound = blocks.end
-        if self.sides is not None:
-            self.tags.fill(self.sides.filled(plan.request_id, blocks), NO_TAG)
-            state.loaded_rows = blocks.end
-        for _, ids in sides:
+        self.tags.fill(groups.hanging_of(tables, blocks), NO_TAG)
+        for run, ids in placed:
             self.tags.fill(ids, state.tag)
-        # If a failed load has dropped the entry, only the plan's own pin keeps its slots: all or none.
-        last = keys[blocks.end - 1]
-        dropped = self.index.key_at(plan.slots.chain[blocks.count - 1]) is None
-        whole = blocks == plan.blocks or dropped or self.sides is not None
-        keep = [*plan.leases, *cut] if whole else [self.index.pin(last)]
+            if run.group == groups.groups.chain:
+                self.writeback.note_used(Offer(keys, blocks.end))
+            else:
+                self.writeback.note_used(Offer(run.keys, follow=False))
+        if blocks.start <= state.sound < blocks.end:
+            state.sound = blocks.end
+        state.loaded_rows = blocks.end
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.config.load_deadline)
-        self.overdue.begin(
-            self.jobs.order_load(plan, blocks, keys, block_ids, now, synchronous=synchronous, sides=sides, chain=chain)
-        )
+        self.overdue.begin(self.jobs.order_load(plan, placed, keys[: blocks.end], now, synchronous=synchronous))
         return loaded
 
-    def _cut(self, sides: Sides, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[Pin] | None:
+    def _cut(self, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[Pin] | None:
         """The engine takes less than was promised: pins on what that needs; None if memory does not have it."""
-        rows = plan.blocks.start + num_blocks_for(num_tokens, self.block_size)
+        groups, index = self.groups, self.index
+        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
         end = plan.blocks.start * self.block_size + num_tokens
-        if sides.reads_all:
-            plan.slots = PlanSlots(plan.slots.chain, sides.first_of(plan.slots.sides, end))
-            return ()
-        found = sides.longest(state, rows, plan.blocks.start, self.index.is_held)
-        if found != rows or end % self.block_size or not sides.may_end_at(end):
+        keys = state.keys.keys if state.keys is not None else []
+        if groups.reads_all:
+            plan.slots = PlanSlots(tuple(groups.first_of(plan.slots.runs, end)))
+            if groups.lost_any(plan.slots.runs):  # only the plan's own pins keep the slots: all or none
+                return plan.leases
+            hanging = [key for run in plan.slots.runs if run.group != groups.groups.chain for key in run.keys]
+            return [index.pin(keys[blocks.end - 1]), *index.pin_each(hanging)]
+        found = groups.longest(state, blocks.end, blocks.start, index.is_held)
+        if found != blocks.end or end % self.block_size or not groups.may_end_at(end):
             return None
-        runs, pins = sides.lease(state, rows, plan.blocks.start)
-        plan.slots = PlanSlots(plan.slots.chain, runs)
+        runs, pins = groups.lease(state, keys, blocks)
+        plan.slots = PlanSlots(tuple(runs))
         return pins
 
     def note_resumed(self, request_id: str) -> None:
@@ -146,8 +141,9 @@ class Loads:
             state = self.requests.live.get(job.request_id)
             if state is not None:
                 state.go_back(failed.start, size)
-            spoilt = load.block_ids if load.sides else job.block_ids[failed.start - job.start_block :]
-            self.tags.fill(spoilt, NO_TAG)
+            for part in load.parts:
+                spoilt = part.job.block_ids[failed.start - part.job.start_block if part.is_chain else 0 :]
+                self.tags.fill(spoilt, NO_TAG)
         if load.recalled:
             pass  # the outcome says nothing about what is stored
         elif failed is not None and (late := load.given_up and not outcome.done.ranges):

@@ -1,27 +1,28 @@
 """When computed blocks are saved: at once, or when the engine is about to evict them (`"save": "lazy"`).
 
-Owns the order of a save (room in the index, the hold on the engine's blocks, the job) and its end. `BlockTags` says
-what a block was filled with, `lazy_offload.py` what the engine holds and evicts next.
+Owns what a step owes of each KV cache group, the order of a save (room in the index, the hold on the engine's blocks,
+the job) and its end. `BlockTags` says what a block was filled with, `lazy_offload.py` what the engine holds and evicts
+next.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
 
-from kvpact.cache.jobs import PutOffSave, SaveState, TransferJobs
+from kvpact.cache.groups import RequestGroups, Tables, runs_of
+from kvpact.cache.jobs import OffloadRun, Piece, PutOffSave, SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
-from kvpact.cache.lazy_sides import LazySides, OffloadRun, SideRun
 from kvpact.cache.request import RequestState
 from kvpact.cache.room import ArenaRoom
-from kvpact.cache.side_saves import SideSaves, give_back, hold
-from kvpact.cache.writeback import WriteBack
+from kvpact.cache.writeback import Offer, WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import BlockKeys
+from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.metrics import MEMORY, Metrics
@@ -29,7 +30,7 @@ from kvpact.metrics import MEMORY, Metrics
 logger = logging.getLogger(__name__)
 
 PIECE_BLOCKS = 512
-"""Blocks that one step orders saves of before it leaves others to later steps: about 0.7 ms of the scheduler's thread
+"""Rows that one step orders saves of before it leaves others to later steps: about 0.7 ms of the scheduler's thread
 with all that becomes of them."""
 
 CATCH_UP_STEPS = 8
@@ -41,77 +42,76 @@ class Offloader:
     """The way of blocks from the engine into the arena. A request's progress is in its `RequestState`."""
 
     config: KvpactConfig
+    groups: RequestGroups
     index: BlockIndex
     room: ArenaRoom
     jobs: TransferJobs
     tags: BlockTags
     writeback: WriteBack
     metrics: Metrics
-    block_size: int
     clock: Callable[[], float]
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
-    side_saves: SideSaves | None = None
-    """The side groups' blocks; None if the model has none."""
     piece_blocks: int = PIECE_BLOCKS
     _left: int = field(default=PIECE_BLOCKS, init=False)
-    """Blocks of which the running step may still order saves."""
+    """Rows of which the running step may still order saves."""
     _context: BlockHolder | None = field(default=None, init=False)
 
     def bind(self, context: BlockHolder, *, lazy_window: int | None) -> None:
         """Hold blocks through `context` while they are copied. With a window, save only what the engine evicts next."""
-        self._context = context
-        self.lazy = None
-        chosen, sides = self.side_saves, None
-        if chosen is not None:
-            chosen.sides.bind(context)
-            chosen.lazy = None
-            if chosen.sides.context is None:
-                return
-        if lazy_window is None:
+        self._context, self.lazy = context, None
+        self.groups.bind(context)
+        if lazy_window is None or not self.groups.shows_all:
             return
-        if not isinstance(context, SchedulerContext):
+        if isinstance(context, SchedulerContext):
+            self.lazy = LazyOffload(context, self.index, self.groups, self.tags, lazy_window)
+        else:
             logger.warning("kvpact: this engine does not show its free queue; blocks are saved as they are computed")
-            return
-        if chosen is not None:
-            sides = chosen.lazy = LazySides(context, self.index, chosen.sides, self.tags)
-        self.lazy = LazyOffload(context, self.index, lazy_window, sides)
 
     def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
         """The engine probes for a request of which it has `computed_tokens`; their blocks are unknown."""
         state.computed, state.sound, state.loaded_rows = computed_tokens, 0, 0
         if self.lazy is not None and state.offloaded_blocks:  # preempted: the request gets other blocks
-            state.offloaded_blocks = state.sides_from = 0
+            state.offloaded_blocks = 0
             self.lazy.rewind(request_id)
+
+    # What a step computes
 
     def note(
         self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """After this step the first `computed_tokens` tokens are computed: save full blocks that are not stored."""
-        before, lazy, size = state.computed, self.lazy, self.block_size
+        before, lazy, groups = state.computed, self.lazy, self.groups
         state.advance(computed_tokens)
-        if self.config.save == "off":
+        if self.config.save == "off" or not groups.shows_all:
             return
-        if self.side_saves is not None:
-            self._note_groups(self.side_saves, request, state, before, computed_tokens)
-            return
+        size, tables = groups.groups.block_size, None
         begun, filled = before // size, computed_tokens // size
-        held = block_ids() if filled > begun else ()
-        if filled > begun and state.sound < begun:
-            state.sound = self.tags.same_prefix(held, state.sound, state.tag, begun)
+        if before // groups.smallest_block < computed_tokens // groups.smallest_block:
+            tables = groups.tables(request.request_id, block_ids)
+            if state.sound < begun:
+                state.sound = self._sound_rows(state, begun, tables)
         tag = state.tag_of_filled(before, computed_tokens, size)
-        self.tags.fill(held[begun:filled], tag)
+        if tables is not None:
+            self.tags.fill(groups.filled(tables, before, computed_tokens), tag)
         if tag != NO_TAG and begun <= state.sound < filled:
             state.sound = filled
         if state.keys is None:
             if lazy is not None:
-                lazy.invalidate_blocks(held)
+                lazy.invalidate_blocks(each for table in tables or () for each in table)
             return
         full = min(filled, state.keys.count(len(request.token_ids)))
-        if lazy is not None:
-            lazy.invalidate_blocks(held[full:filled])  # filled, and without a name until the next token is known
-        if full <= state.offloaded_blocks:
-            return
+        if lazy is not None and tables is not None:  # filled, and without a key until the next token is known
+            lazy.invalidate_blocks(groups.filled(tables, max(before, full * size), computed_tokens))
+        if full > state.offloaded_blocks:
+            self._note_full(request, state, full, lambda: tables or groups.tables(request.request_id, block_ids))
+
+    def _note_full(
+        self, request: EngineRequest, state: RequestState, full: int, tables_of: Callable[[], Tables]
+    ) -> None:
+        """The first `full` rows of a request are computed, and have keys: save what others may need of all groups."""
+        assert state.keys is not None
+        name, groups, lazy = request.request_id, self.groups.groups, self.lazy
         first, state.offloaded_blocks = state.offloaded_blocks, full
         stop = full - self._to_put_off(first, full, state.keys)
         keys = state.keys.extend(request.token_ids, stop)
@@ -119,24 +119,101 @@ class Offloader:
         known = min(named, self.index.known_prefix(keys))
         if known and (known == named or lazy is not None):
             self.index.touch(keys[known - 1])
-            self.writeback.note_used(keys, named)
-        if lazy is None and known == named and stop == full:
+            if groups.chain is not None:
+                self.writeback.note_used(Offer(keys, named))
+        if known == named and stop == full and lazy is None and not groups.sides:
             return
-        held = held or block_ids()
-        sound = named
+        tables, sound = tables_of(), named
         if state.sound < named:
-            sound = state.sound = self.tags.same_prefix(held, state.sound, state.tag, named)
+            sound = state.sound = self._sound_rows(state, named, tables)
+        chain = tables[groups.chain] if groups.chain is not None else ()
+        hanging = self._hanging(request, state, range(first, full), tables)
         if lazy is not None:
-            lazy.invalidate_blocks(held[max(first, sound) : full])
-            lazy.note(request.request_id, keys, first, max(first, sound), held)
-        elif known < sound:
-            run = OffloadRun(request.request_id, keys, known, tuple(held[known:sound]))
-            self._save(run, self.clock())
+            lazy.invalidate_blocks(chain[max(first, sound) : full])
+            lazy.confirm(name, tables)
+            known = min(first, sound)
+        now = self.clock()
+        if groups.chain is not None and known < sound:
+            ids = tuple(chain[known:sound])
+            run = OffloadRun(name, groups.chain, known, keys[known:sound], range(known, sound), keys, ids)
+            self._owe(run, state, now)
+        for run in self._runs(name, keys, sound, hanging) if hanging else ():
+            self._owe(run, state, now)
         if stop < full and sound == stop:
-            self._put_off(request, state, state.keys, stop, held[stop:full])
+            self._put_off(request, state, range(stop, full), chain, hanging)
+
+    def _owe(self, run: OffloadRun, state: RequestState, now: float) -> None:
+        """These blocks are to be saved: now, or when the engine is about to evict them."""
+        if self.lazy is not None:
+            self.lazy.note(run, state.tag)
+        else:
+            self.save(run, now)
+
+    def _sound_rows(self, state: RequestState, rows: int, tables: Tables) -> int:
+        """How many of the first `rows` have the request's tag in all groups, as far as it still has their blocks.
+
+        Rows that were found to have it stay so until the request gets another tag.
+        """
+        groups = self.groups.groups
+        size = groups.block_size
+        if groups.chain is not None:
+            rows = self.tags.same_prefix(tables[groups.chain], min(state.sound, rows), state.tag, rows)
+        for number in groups.sides:
+            group, table = groups.groups[number], tables[number]
+            first = max(state.sound * size // group.block_size, group.needed(state.loaded_rows * size).start)
+            for block in range(first, min(rows * size // group.block_size, len(table))):
+                if not self.tags.has(table[block], state.tag) and not self.groups.is_null(table[block]):
+                    rows = min(rows, groups.row_of(number, block))
+                    break
+        return rows
+
+    def _hanging(
+        self, request: EngineRequest, state: RequestState, rows: range, tables: Tables
+    ) -> list[tuple[int, int, int]]:
+        """What others may need of the computed blocks that hang on these rows: group, block, engine's block."""
+        groups, known, found = self.groups.groups, len(request.token_ids), []
+        computed = min(state.computed, known)
+        for number in groups.sides:
+            size, table = groups.groups[number].block_size, tables[number]
+            new = range(rows.start * groups.block_size // size, min(computed // size, len(table)))
+            found += [
+                (number, block, table[block])
+                for block in groups.worth_saving(number, new, computed, known, state.branches)
+                if groups.row_of(number, block) < rows.stop
+                and not self.groups.is_null(table[block])
+                and self.tags.has(table[block], state.tag)
+            ]
+        return found
+
+    def _runs(
+        self, name: str, keys: Sequence[BlockKey], sound: int, hanging: Sequence[tuple[int, int, int]]
+    ) -> Iterator[OffloadRun]:
+        """What hangs on the first `sound` rows, in runs of one group; without lazy saving, what memory does not know.
+
+        The tiers are offered what it knows: they may have lost it.
+        """
+        groups, lazy = self.groups.groups, self.lazy is not None
+        rows = sound if lazy and groups.chain is not None else self.groups.know_rows(keys[:sound])
+        by_group: dict[int, dict[int, tuple[BlockKey, int]]] = {}
+        used: list[BlockKey] = []
+        for number, block, block_id in hanging:
+            if (row := groups.row_of(number, block)) < rows:
+                key = groups.side_key(keys[row], number, block)
+                if lazy or key not in self.index:
+                    by_group.setdefault(number, {})[block] = key, block_id
+                else:
+                    used.append(key)
+        self.writeback.note_used(Offer(used, follow=False))
+        for number, blocks in by_group.items():
+            for start, end in runs_of(sorted(blocks)):
+                names, ids = zip(*(blocks[block] for block in range(start, end)), strict=True)
+                below = [groups.row_of(number, block) for block in range(start, end)]
+                yield OffloadRun(name, number, start, names, below, keys, ids)
+
+    # What is put off
 
     def _to_put_off(self, first: int, full: int, names: BlockKeys) -> int:
-        """How many of a request's blocks [first, full) later steps save; those that are stored do not count."""
+        """How many of a request's rows [first, full) later steps save; those that are stored do not count."""
         if self.lazy is not None or self._context is None or self.config.match_at == "step":
             return 0  # a step's lookups look for what the step saves
         if full - first <= self._left and not self.jobs.put_off:
@@ -148,15 +225,21 @@ class Offloader:
         return new - now
 
     def _put_off(
-        self, request: EngineRequest, state: RequestState, names: BlockKeys, start: int, block_ids: Sequence[int]
-    ) -> None:
-        """Have later steps save these blocks of a request, the first of which is its block `start`; hold them."""
+        self, request: EngineRequest, state: RequestState, rows: range, chain: Sequence[int],
+        hanging: Sequence[tuple[int, int, int]],
+    ) -> None:  # fmt: skip
+        """Have later steps save these rows of a request, and what hangs on them; hold the engine's blocks."""
         assert self._context is not None
-        pieces = deque[tuple[int, ...]]()
-        for at in range(0, len(block_ids), self.piece_blocks):
-            pieces.append(tuple(block_ids[at : at + self.piece_blocks])[::-1])
-            self._context.touch(pieces[-1])
-        self.jobs.put_off.append(PutOffSave(request.request_id, names, request.token_ids, state.tag, start, pieces))
+        assert state.keys is not None
+        pieces = deque[Piece]()
+        for start in range(rows.start, rows.stop, self.piece_blocks):
+            end = min(start + self.piece_blocks, rows.stop)
+            there = [each for each in hanging if start <= self.groups.groups.row_of(each[0], each[1]) < end]
+            piece = Piece(start, end, tuple(chain[start:end]), there)
+            pieces.append(piece)
+            for ids in filter(None, (piece.chain[::-1], _ids_of(piece))):
+                self._context.touch(ids)
+        self.jobs.put_off.append(PutOffSave(request.request_id, state.keys, request.token_ids, state.tag, pieces))
 
     def order_put_off(self, now: float) -> None:
         """End the step: order saves that earlier steps have put off, the oldest first, as far as the step may."""
@@ -167,88 +250,52 @@ class Offloader:
             finally:
                 if not waiting[0].pieces:
                     waiting.popleft()
-        left = sum(len(piece) for each in waiting for piece in each.pieces)
+        left = sum(piece.end - piece.start for each in waiting for piece in each.pieces)
         self._left = max(self.piece_blocks, left // CATCH_UP_STEPS)
 
     def _order_piece(self, waiting: PutOffSave, now: float) -> None:
         """Order the next piece; if it cannot be saved as a whole, drop what is left."""
-        assert self._context is not None
-        piece, saved, goes_on = waiting.pieces.popleft(), 0, False
-        self._left -= len(piece)
+        piece, is_taken, goes_on = waiting.pieces.popleft(), False, False
+        self._left -= piece.end - piece.start
         try:
-            saved, goes_on = self._save_piece(waiting, piece[::-1], now)
+            is_taken, goes_on = self._save_piece(waiting, piece, now)
         finally:
-            if saved < len(piece):
-                self._context.free_blocks(piece)
+            self._let_go(piece, () if is_taken else piece.chain)
             while waiting.pieces and not goes_on:
                 dropped = waiting.pieces.popleft()
-                self.metrics.add("dropped_blocks", len(dropped))
-                self._context.free_blocks(dropped)
+                self.metrics.add("dropped_blocks", len(dropped.chain) + len(dropped.hanging))
+                self._let_go(dropped, dropped.chain)
 
-    def _save_piece(self, waiting: PutOffSave, block_ids: tuple[int, ...], now: float) -> tuple[int, bool]:
-        """Order the next blocks, as far as they are not stored; returns how many, and whether those after them can be
-        saved too."""
-        start = waiting.start
-        end = waiting.start = start + len(block_ids)
+    def _let_go(self, piece: Piece, chain: Sequence[int]) -> None:
+        """Release what hangs on a piece's rows, of which each save holds its own, and these blocks of the chain."""
+        assert self._context is not None
+        for ids in filter(None, (_ids_of(piece), chain[::-1])):
+            self._context.free_blocks(ids)
+
+    def _save_piece(self, waiting: PutOffSave, piece: Piece, now: float) -> tuple[bool, bool]:
+        """Order a piece, as far as it is not stored; returns whether its save has taken over all the chain's blocks,
+        and whether the pieces after it can be saved too."""
+        start, end, chain = piece.start, piece.end, self.groups.groups.chain
         if not waiting.trusted or start >= waiting.garbage_from:
-            return 0, False
+            return False, False
         keys = waiting.names.extend(waiting.token_ids, end)
-        sound = min(start + self.tags.same_prefix(block_ids, 0, waiting.tag), waiting.garbage_from, len(keys))
-        known = min(sound, self.index.known_prefix(keys))
-        if known < start:
-            return 0, False
-        saved = 0
-        if known < sound:
-            whole = known == start and sound == end
-            held = block_ids[known - start : sound - start]
-            saved = self._save(OffloadRun(waiting.request_id, keys, known, held, is_held=whole), now)
-        return saved, sound == end
-
-    def _note_groups(
-        self, side_saves: SideSaves, request: EngineRequest, state: RequestState, before: int, computed: int
-    ) -> None:
-        """Save full blocks of a model of several groups that are not stored: the chain first, then what hangs on it."""
-        sides, size = side_saves.sides, self.block_size
-        if sides.context is None:
-            return
-        smallest, known_tokens = sides.smallest_block, min(computed, len(request.token_ids))
-        named = min(known_tokens, len(request.token_ids) - sides.groups.tokens_ahead) // size
-        if before // smallest == computed // smallest and 0 < state.offloaded_blocks >= named:
-            state.tag_of_filled(before, computed, size)
-            return
-        lazy = self.lazy
-        tables = sides.context.get_block_ids(request.request_id)
-        chain = tables[sides.groups.chain] if sides.groups.chain is not None else None
-        begun = before // size
-        if state.sound < begun:
-            state.sound = side_saves.sound_rows(state, begun, tables)
-        tag = state.tag_of_filled(before, computed, size)
-        side_saves.tag_filled(tag, before, computed, tables)
+        sound = min(end, waiting.garbage_from, len(keys))
         if chain is not None:
-            self.tags.fill(chain[begun : computed // size], tag)
-        if state.keys is None:
-            if lazy is not None:
-                lazy.invalidate_blocks([block_id for table in tables for block_id in table])
-            return
-        now, keys = self.clock(), state.keys.extend(request.token_ids)
-        rows = min(named, len(keys))
-        known = min(rows, self.index.known_prefix(keys))
-        sound = side_saves.sound_rows(state, rows, tables)
-        if chain is None:
-            sides.keep_names(keys[:sound])
-        else:
-            if lazy is not None and rows > (first := state.offloaded_blocks):
-                lazy.invalidate_blocks(chain[max(first, sound) : rows])
-                lazy.note(request.request_id, keys, first, max(first, sound), chain)
-            elif rows > state.offloaded_blocks and known < sound:
-                run = OffloadRun(request.request_id, keys, known, tuple(chain[known:sound]))
-                self._save(run, now)
-        if known and rows > state.offloaded_blocks:
-            self.index.touch(keys[known - 1])
-            if chain is not None:
-                self.writeback.note_used(keys, known)
-        state.sound, state.offloaded_blocks = sound, max(named, state.offloaded_blocks)
-        side_saves.note(request.request_id, state, known_tokens, len(request.token_ids), sound, now)
+            sound = min(sound, start + self.tags.same_prefix(piece.chain, 0, waiting.tag))
+        known, is_taken = min(sound, self.groups.know_rows(keys)), False
+        if known < start:
+            return False, False
+        if known < sound and chain is not None:
+            whole, ids = known == start and sound == end, piece.chain[known - start : sound - start]
+            rows = range(known, sound)
+            run = OffloadRun(
+                waiting.request_id, chain, known, keys[known:sound], rows, keys, ids, is_held=whole
+            )  # fmt: skip
+            is_taken = self.save(run, now) == len(piece.chain)
+        still = [each for each in piece.hanging if self.tags.has(each[2], waiting.tag)]
+        for run in self._runs(waiting.request_id, keys, sound, still) if still else ():
+            self.save(run, now)
+        return is_taken, sound == end
 
     @property
     def dirty(self) -> bool:
@@ -267,71 +314,109 @@ class Offloader:
 
     def order_what_is_leaving(self, loading_blocks: int, computed_tokens: int, now: float) -> None:
         """Save what the engine is about to evict; in this step it took blocks for these."""
-        if self.lazy is None:
-            return
-        chosen = self.side_saves
-        sizes = [group.block_size for group in chosen.sides.groups.groups] if chosen is not None else [self.block_size]
-        taken = loading_blocks + sum(num_blocks_for(computed_tokens, size) for size in sizes)
-        for run in self.lazy.due(taken):
-            saved = chosen.save(run, now) if chosen is not None and isinstance(run, SideRun) else self._save(run, now)
-            self.lazy.saving(saved)
+        if self.lazy is not None:
+            sizes = [group.block_size for group in self.groups.groups.groups]
+            for run in self.lazy.due(loading_blocks + sum(num_blocks_for(computed_tokens, size) for size in sizes)):
+                self.lazy.saving(self.save(run, now))
 
-    def _save(self, run: OffloadRun, now: float) -> int:
+    # A save
+
+    def save(self, run: OffloadRun, now: float) -> int:
         """Save blocks while there is room, and drop those after them; returns the number saved."""
-        if not run.start:
-            return self._order(run, now)
-        before = self.index.pin(run.keys[run.start - 1])  # else each question about the chain walks to its start
+        if run.group == self.groups.groups.chain:
+            needed = run.chain[run.start - 1] if run.start else ROOT
+        else:
+            needed = run.chain[run.rows[-1]]
+        if needed == ROOT:
+            return self._order(run, needed, now)
+        if needed not in self.index:
+            self.metrics.add("dropped_blocks", len(run.block_ids))
+            return 0
+        before = self.index.pin(needed)  # else each question about the chain walks to its start
         try:
-            return self._order(run, now)
+            return self._order(run, needed, now)
         finally:
             self.index.unpin(before)
 
-    def _order(self, run: OffloadRun, now: float) -> int:
-        before, wanted = run.keys[run.start - 1] if run.start else ROOT, len(run.block_ids)
-        room = self.room.reservable(before, wanted)
-        self.metrics.add("dropped_blocks", max(0, wanted - room))
-        keys, held = run.keys, run.block_ids[:room]
-        end = run.start + len(held)
-        if not held:
+    def _order(self, run: OffloadRun, needed: BlockKey, now: float) -> int:
+        """Order a save of the blocks that there is room for, after the row `needed` or hanging on it and others."""
+        wanted = len(run.block_ids)
+        room = min(wanted, self.room.reservable(needed, wanted, self.groups.class_of(run.group)))
+        self.metrics.add("dropped_blocks", wanted - room)
+        if not room:
             return 0
-        reservation = self.index.reserve(keys, run.start, end)
+        if room < wanted:
+            ids = run.block_ids[:room]
+            leaving = run.leaving.intersection(ids)
+            run = replace(
+                run, keys=run.keys[:room], rows=run.rows[:room], block_ids=ids, leaving=leaving, is_held=False
+            )
+        if run.group == self.groups.groups.chain:
+            reservation = self.index.reserve(run.chain, run.start, run.start + room)
+        else:
+            parents = [run.chain[row] for row in run.rows]
+            reservation = self.index.reserve_sides(run.keys, parents, self.groups.class_of(run.group))
         if reservation is None:
-            raise PactViolation(f"there is no room for {len(held)} blocks, although so many were reservable")
+            raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
-        pin, leaving = self.index.pin(keys[end - 1]), run.leaving.intersection(held)
-        if self._context is not None and not (run.is_held and len(held) == wanted):
-            hold(self._context, held, leaving)
-        chain = self.side_saves.sides.groups.chain or 0 if self.side_saves is not None else 0
-        self.jobs.order_save(run.request_id, run.start, reservation.slots, held, keys, pin, now, leaving, chain)
-        return len(held)
+        pin = self.index.pin(run.keys[-1])
+        if self._context is not None and not run.is_held:
+            for part in filter(None, _parts(run)):
+                self._context.touch(part)
+        self.jobs.order_save(run, reservation.slots, pin, now)
+        return room
+
+    def settle(self, save: SaveState) -> None:
+        """All ranks have reported: release the engine's blocks, and offer the tiers what was saved."""
+        run = save.run
+        self.jobs.end(save)
+        if self._context is not None:
+            kept, leaving = _parts(run)
+            self._context.free_blocks(kept)
+            if leaving:  # the engine evicts these before all others
+                self._context.free_blocks(leaving, evict_first=True)
+        good = self._good(save)
+        slots: Sequence[int] = save.slots
+        became_held = self.index.complete(slots if all(good) else [*compress(slots, good)])
+        self.index.abandon([slot for slot, is_good in zip(slots, good, strict=True) if not is_good])
+        self.index.unpin(save.pin)
+        saved = sum(good)
+        self.metrics.add("saved_blocks", saved)
+        self.metrics.add("dropped_blocks", len(good) - saved)
+        if self.lazy is not None:
+            self.lazy.saved(len(run.block_ids))
+            self.lazy.forget([key for key, is_good in zip(run.keys, good, strict=True) if not is_good])
+        if run.group == self.groups.groups.chain and saved:
+            self.writeback.note_saved(Offer(run.chain, run.start + saved))
+        self.writeback.note_became_held(became_held, run.keys if run.group == self.groups.groups.chain else ())
+
+    def _good(self, save: SaveState) -> list[bool]:
+        """Which blocks of a save hold what their keys say; of the chain's none after one that does not."""
+        run, outcome = save.run, save.tally.saved() if save.trusted else JobOutcome()
+        if run.group == self.groups.groups.chain:
+            done = outcome.done.prefix_from(run.start)
+            count = max(0, min(done, save.garbage_from - run.start))
+            return [True] * count + [False] * (len(run.keys) - count)
+        arrived = set(outcome.done.blocks())
+        blocks = zip(save.job.blocks, run.rows, strict=True)
+        return [block in arrived and row < save.garbage_from for block, row in blocks]
 
     def check(self) -> None:
         """See `LazyOffload.check`; verify what is put off. Raises PactViolation."""
         if self.lazy is not None:
             self.lazy.check()
-        if not all(waiting.pieces and all(waiting.pieces) for waiting in self.jobs.put_off):
+        if not all(waiting.pieces for waiting in self.jobs.put_off):
             raise PactViolation("a save without blocks is put off")
 
-    def settle(self, save: SaveState) -> int:
-        """All ranks have reported: release the engine's blocks; returns the number of the chain's saved blocks."""
-        job = save.job
-        if save.sides and self.side_saves is not None:
-            self.writeback.note_saved_sides(self.side_saves.settle(save))
-            if self.lazy is not None:
-                self.lazy.saved(len(job.block_ids))
-            return 0
-        self.jobs.end(save)
-        outcome = save.tally.saved() if save.trusted else JobOutcome()
-        if self._context is not None:
-            give_back(self._context, save)
-        done = outcome.done.prefix_from(job.start_block)
-        done = max(0, min(done, save.garbage_from - job.start_block))
-        self.index.complete(save.slots[:done])
-        self.index.abandon(save.slots[done:])
-        self.index.unpin(save.pin)
-        self.metrics.add("saved_blocks", done)
-        self.metrics.add("dropped_blocks", len(job.slots) - done)
-        if self.lazy is not None:
-            self.lazy.saved(len(job.block_ids))
-            self.lazy.forget(save.keys[job.start_block + done : job.blocks.end])
-        return job.start_block + done
+
+def _ids_of(piece: Piece) -> list[int]:
+    """The engine's blocks that hang on a piece's rows."""
+    return [block_id for _, _, block_id in piece.hanging]
+
+
+def _parts(run: OffloadRun) -> tuple[Sequence[int], Sequence[int]]:
+    """The engine's blocks of a save that stay and those that leave, each with the last one first."""
+    turned = run.block_ids[::-1]
+    if not run.leaving:
+        return turned, ()
+    return [each for each in turned if each not in run.leaving], [each for each in turned if each in run.leaving]

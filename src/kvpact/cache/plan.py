@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvpact.cache.exits import Exits
 from kvpact.cache.finder import Finder
+from kvpact.cache.groups import RequestGroups
 from kvpact.cache.jobs import PactPlan, PlanSlots
 from kvpact.cache.ledger import Ledger, State
 from kvpact.cache.load_budget import LoadBudget
@@ -20,7 +21,6 @@ from kvpact.cache.lookup import Availability, Lookup, Miss, Phase, Stage, Wait, 
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState, Waiting
-from kvpact.cache.sides import Sides
 from kvpact.cache.tier_set import TierSet
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch, num_blocks_for
@@ -66,10 +66,13 @@ class Planner:
     overdue: OverdueLoads
     load_budget: LoadBudget
     exits: Exits
-    block_size: int
+    groups: RequestGroups
     clock: Callable[[], float]
-    sides: Sides | None = None
-    """The side groups; None if the model has none."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a row."""
+        return self.groups.groups.block_size
 
     # Prepare
 
@@ -120,9 +123,9 @@ class Planner:
         plan, now = self.ledger.find(name), self.clock()
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
-        if plan is not None and plan.postponed is not None and self._has_lost_blocks(plan):
+        if plan is not None and plan.postponed is not None and self.groups.lost_any(plan.slots.runs):
             self.exits.end_plan(name, EndReason.SUPERSEDED)
-            plan = None
+            plan = None  # its slots are kept, but what was dropped since is not to be promised anew
         if plan is not None:
             self.ledger.renew(plan, now)
         usable = self.finder.usable_blocks(request, state)
@@ -143,20 +146,11 @@ class Planner:
         """Whether the request has whole blocks that could be loaded, and the engine has computed all of them."""
         return 0 < self.finder.loadable_blocks(request) <= start
 
-    def _has_lost_blocks(self, plan: PactPlan) -> bool:
-        """Whether blocks of a promise were dropped since. Their slots are kept, but they are not to be promised anew.
-
-        A chain loses its last block whenever it loses one.
-        """
-        sides = (slot for run in plan.slots.sides for slot in run.slots)
-        return any(self.index.key_at(slot) is None for slot in (*plan.slots.chain[-1:], *sides))
-
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
         """Why nothing is looked up for a request; None if it is."""
         if state.keys is None:
             return MissReason.UNKNOWN_IDENTITY
-        whole = self.block_size if self.sides is None else self.sides.groups.alignment
-        if not request.may_load or computed_tokens % whole or (self.sides is not None and self.sides.context is None):
+        if not (request.may_load and self.groups.shows_all) or computed_tokens % self.groups.groups.alignment:
             return MissReason.DISABLED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return MissReason.CROWDED
@@ -169,11 +163,11 @@ class Planner:
         deadline = plan.deadline if plan is not None else self.finder.deadline(state)
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
             self.tiers.poll()
-        keys = probe.keys if plan is None or self.sides is None else probe.keys[: plan.blocks.end]
+        keys = probe.keys if plan is None or not self.groups.groups.sides else probe.keys[: plan.blocks.end]
         available = self.finder.find(state, keys, probe.now, probe.start)
         if plan is None and probe.now < deadline and self.finder.asks_shared:
             self.finder.ask(state, probe.keys, available)
-            self.finder.ask_sides(state, probe.keys, max(available.resident, self._chain_of(state)), probe.start)
+            self.finder.ask_more(state, probe.keys, max(available.resident, self._chain_of(state)), probe.start)
         if plan is not None:
             phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
         else:
@@ -213,41 +207,43 @@ class Planner:
 
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
-        if self.sides is None:
-            reach = self.prefetcher.fetch(probe.keys, end, available.by_tier)
-            resident = available.resident
-            if reach <= max(probe.start, resident) or not self.prefetcher.is_arriving(probe.keys[resident]):
-                return False
-        elif not self._stage_groups(self.sides, probe, reach := end, available):
+        reach = self._fetch(probe, end, available)
+        if reach <= max(probe.start, available.resident):
+            return False
+        keys, held = probe.keys[:reach], self.index.held_prefix(probe.keys, reach)
+        if not any(map(self.prefetcher.is_arriving, [*keys[held : held + 1], *probe.state.staged])):
             return False
         self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
         return True
 
-    def _stage_groups(self, sides: Sides, probe: _Probe, end: int, available: Availability) -> bool:
-        """Read what a match up to block `end` needs of all groups; whether all of it is there or on its way.
+    def _fetch(self, probe: _Probe, end: int, available: Availability) -> int:
+        """Begin to read what a match up to block `end`, or a shorter one, needs of all groups; returns up to which
+        block all of it is there or on its way, 0 if that is none.
 
         Room is not made from what memory has of this match, nor from what it has of the shorter one that is promised if
         there is no room.
         """
-        state, keys, start = probe.state, probe.keys, probe.start
-        needed = sides.named(state, end, start)
-        present = [side.name for side in (*needed, *sides.named(state, available.resident, start))]
-        pins = self.index.pin_each([name for name in dict.fromkeys(present) if name in self.index])
+        state, keys, start, groups = probe.state, probe.keys, probe.start, self.groups
+        wanted = (*groups.hanging(state, end, start), *groups.hanging(state, available.resident, start))
+        present = dict.fromkeys(needed.key for needed in wanted if needed.key in self.index)
+        pins = self.index.pin_each([*present])
         try:
-            if sides.groups.chain is None:
-                reach = end if sides.keep_names(keys[:end]) else 0
+            if groups.groups.chain is None:
+                reach = groups.know_rows(keys[:end])
             else:
                 reach = self.prefetcher.fetch(keys, end, available.by_tier)
-            if reach < end:
-                return False
-            pins.append(self.index.pin(keys[end - 1]))
-            if not self.prefetcher.fetch_sides([s for s in needed if s.name not in self.index], state.tier_lookup):
-                return False
+            if not reach or (reach < end and not groups.reads_all):
+                return 0
+            pins.append(self.index.pin(keys[reach - 1]))
+            needed = [each for each in groups.hanging(state, reach, start) if not self.index.is_held(each.key)]
+            missing = [each for each in needed if each.key not in self.index]
+            if not self.prefetcher.fetch_hanging(missing, state.tier_lookup):
+                return 0
         finally:
             for pin in pins:
                 self.index.unpin(pin)
-        state.staged = tuple(side.name for side in needed if not self.index.is_held(side.name))
-        return any(map(self.prefetcher.is_arriving, [keys[end - 1], *state.staged]))
+        state.staged = tuple(each.key for each in needed)
+        return reach
 
     def _let_tiers_go(self, probe: _Probe) -> None:
         """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""
@@ -275,9 +271,9 @@ class Planner:
         if not promised:
             self.begin_waiting(state)
         self.index.touch(keys[blocks.end - 1])
-        slots, leases = (
-            self._lease(probe, blocks) if promised else (PlanSlots(), [self.index.pin(keys[blocks.end - 1])])
-        )
+        slots, leases = PlanSlots(), [self.index.pin(keys[blocks.end - 1])] if not promised else []
+        if promised:
+            slots, leases = self._lease(probe, blocks)
         return self.ledger.open_plan(
             probe.request_id,
             blocks,
@@ -291,12 +287,8 @@ class Planner:
 
     def _lease(self, probe: _Probe, blocks: BlockRange) -> tuple[PlanSlots, list[Pin]]:
         """The slots of blocks that memory holds, and pins that keep them."""
-        last = probe.keys[blocks.end - 1]
-        chain, pins = self.index.slots_to(self.index.slot(last), blocks.count), [self.index.pin(last)]
-        if self.sides is None:
-            return PlanSlots(chain), pins
-        runs, side_pins = self.sides.lease(probe.state, blocks.end, blocks.start)
-        return PlanSlots(chain, runs), pins + side_pins
+        runs, pins = self.groups.lease(probe.state, probe.keys, blocks)
+        return PlanSlots(tuple(runs)), pins
 
     def _match(self, plan: PactPlan) -> ExternalKVMatch:
         """What a plan promises now. How it is loaded depends on what the running step waits for already."""
@@ -347,7 +339,7 @@ class Planner:
             self.ledger.abort(plan, EndReason.DECLINED)
             return None
         end = plan.blocks.start + num_blocks_for(num_tokens, self.block_size)
-        named = self.sides is None or self.sides.groups.chain == 0
+        named = self.groups.groups.chain == 0  # `block_ids` are the first group's
         if num_tokens > plan.promised_tokens or (named and end > num_block_ids):
             raise PactViolation(
                 f"request {request_id} commits {num_tokens} tokens into {num_block_ids} blocks; "

@@ -9,28 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 from kvpact.cache.room import ArenaRoom
 from kvpact.cache.tier_set import TierSet
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
+from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
 from kvpact.memory.arena import Arena
 from kvpact.metrics import MEMORY, Metrics
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone, OpId
 
 
-class Side(NamedTuple):
-    """A side group's block by name, with the key of its row and the class of its slot."""
+class Needed(NamedTuple):
+    """A side group's block by its key, with the key of the row on which it hangs and the class of its slot."""
 
-    name: BlockKey
+    key: BlockKey
     row: BlockKey
     slot_class: int
 
 
-HasSide = Callable[[BlockKey], bool]
+Has = Callable[[BlockKey], bool]
 
 READ_BYTES = 16 << 20
 """Bytes of one read: small enough that some blocks have arrived at a deadline, large enough for a disk."""
@@ -38,7 +39,7 @@ READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class PrefetchOp:
-    """Blocks on their way from a tier into reserved slots; `pin` keeps the chain before them."""
+    """Blocks on their way from a tier into reserved slots; `pin` keeps the last of them, with what it needs."""
 
     keys: tuple[BlockKey, ...]
     slots: tuple[int, ...] | range
@@ -52,8 +53,8 @@ class TierLookup:
     keys: Sequence[BlockKey]
     pending: dict[TierClient, OpId] = field(default_factory=dict)
     hits: dict[TierClient, int] = field(default_factory=dict)
-    sides: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
-    """Whether each holds the side groups' blocks that it was asked for."""
+    hanging: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
+    """Whether each holds the blocks of side groups that it was asked for."""
     rounds: int = 0
     """How often the tiers were asked for blocks of side groups."""
 
@@ -79,6 +80,8 @@ class Prefetcher:
     metrics: Metrics
     clock: Callable[[], float]
     room: ArenaRoom
+    note_became_held: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None] | None = field(default=None, init=False)
+    """Told what memory holds after a read, and what of it was read: other blocks may have waited for those."""
     _filling: set[int] = field(default_factory=set, init=False)
 
     # Finding
@@ -93,7 +96,7 @@ class Prefetcher:
         tries: dict[TierClient, OpId] = {}
         for client in self.tiers.shared:
             op_id, is_try = self.tiers.begin(partial(self._end_lookup, client, lookup)), client.is_open
-            if client.submit_lookup(op_id, keys, now):
+            if client.submit_lookup(op_id, keys, now, before=()):
                 (tries if is_try else lookup.pending)[client] = op_id
             else:
                 self.tiers.withdraw(op_id)
@@ -103,9 +106,9 @@ class Prefetcher:
 
     def _end_lookup(self, client: TierClient, lookup: TierLookup, done: LookupDone, now: float) -> None:
         if done.ok and done.seconds:
-            self.tiers.contents[client].note_found(lookup.keys, done.held, now)
+            self.tiers.contents[client].note_found(lookup.keys, done.in_a_row, now)
         if lookup.pending.pop(client, None) is not None:
-            lookup.hits[client] = done.held
+            lookup.hits[client] = done.in_a_row
 
     def readable(self, keys: Sequence[BlockKey], lookup: TierLookup | None, now: float) -> tuple[int, ...]:
         """The number of `keys` in a row that each tier can supply, in the user's order. Reads memory only.
@@ -122,49 +125,49 @@ class Prefetcher:
             held = client.held(keys, now)
         return self.tiers.contents[client].without_refuted(keys, held, now)
 
-    # Side groups
+    # What hangs on a chain
 
-    def ask_sides(self, lookup: TierLookup, names: Sequence[BlockKey]) -> None:
+    def ask_more(self, lookup: TierLookup, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tiers that have answered for blocks of side groups, too."""
         now, lookup.rounds = self.clock(), lookup.rounds + 1
         for client in self.tiers.shared:
-            known = lookup.sides.setdefault(client, {})
-            unknown = [name for name in names if name not in known]
+            known = lookup.hanging.setdefault(client, {})
+            unknown = [key for key in keys if key not in known]
             if not unknown or client not in lookup.hits:
                 continue
-            op_id = self.tiers.begin(partial(self._end_side_lookup, client, lookup, unknown))
-            if client.submit_lookup(op_id, unknown, now, loose=True):
+            op_id = self.tiers.begin(partial(self._end_asking_more, client, lookup, unknown))
+            if client.submit_lookup(op_id, unknown, now):
                 lookup.pending[client] = op_id
             else:
                 self.tiers.withdraw(op_id)
                 known.update(dict.fromkeys(unknown, False))
 
-    def _end_side_lookup(
-        self, client: TierClient, lookup: TierLookup, names: Sequence[BlockKey], done: LookupDone, now: float
+    def _end_asking_more(
+        self, client: TierClient, lookup: TierLookup, keys: Sequence[BlockKey], done: LookupDone, now: float
     ) -> None:
-        each = done.each or (False,) * len(names)
-        lookup.sides[client].update(zip(names, each, strict=True))
-        self.tiers.contents[client].found.add([name for name, held in zip(names, each, strict=True) if held], now)
+        lookup.hanging[client].update(zip(keys, done.each, strict=True))
+        self.tiers.contents[client].found.add([*compress(keys, done.each)], now)
         lookup.pending.pop(client, None)
 
-    def supplied_sides(self, lookup: TierLookup | None, now: float, *, unknown: bool = False) -> HasSide:
+    def supplied(self, lookup: TierLookup | None, now: float, *, unknown: bool = False) -> Has:
         """Tells of a side group's block whether a tier can supply it. `unknown`: what a shared tier was not asked."""
-        answered = lookup.hits if lookup is not None else {}
-        shared = [lookup.sides.get(client, {}) for client in answered if lookup is not None and client.may_read(now)]
-        exclusive = [client for client in self.tiers.clients if not client.shared]
+        sources = [
+            self._has(client, lookup, now, unknown)
+            for client in self.tiers.clients
+            if not client.shared or (lookup is not None and client in lookup.hits and client.may_read(now))
+        ]
+        return lambda key: any(has(key) for has in sources)
 
-        def supplied(name: BlockKey) -> bool:
-            return any(known.get(name, unknown) for known in shared) or any(
-                self._may_have(client, name, now) and client.held((name,), now, loose=True) for client in exclusive
-            )
+    def _has(self, client: TierClient, lookup: TierLookup | None, now: float, unknown: bool = False) -> Has:
+        """Tells of a block whether this tier can supply it; of a shared one, as far as it was asked."""
+        if client.shared:
+            known = lookup.hanging.get(client, {}) if lookup is not None else {}
+            return lambda key: known.get(key, unknown)
+        contents = self.tiers.contents[client]
+        return lambda key: contents.without_refuted((key,), 1, now) == 1 and client.has(key, now)
 
-        return supplied
-
-    def _may_have(self, client: TierClient, name: BlockKey, now: float) -> bool:
-        return self.tiers.contents[client].without_refuted((name,), 1, now) == 1
-
-    def fetch_sides(self, missing: Sequence[Side], lookup: TierLookup | None) -> bool:
-        """Begin to read side groups' blocks; all of them or, without room, none.
+    def fetch_hanging(self, missing: Sequence[Needed], lookup: TierLookup | None) -> bool:
+        """Begin to read blocks of side groups; all of them or, without room, none.
 
         Each comes from the first tier that has it. False if one cannot be read.
         """
@@ -172,59 +175,23 @@ class Prefetcher:
         for client in self.tiers.clients:
             if not rest or not client.may_read(now):
                 continue
-            if client.shared:
-                known = lookup.sides.get(client, {}) if lookup is not None else {}
-                has = [bool(known.get(side.name)) for side in rest]
-            else:
-                has = [
-                    self._may_have(client, side.name, now) and client.held((side.name,), now, loose=True) == 1
-                    for side in rest
-                ]
-            wanted = [each for each, there in zip(rest, has, strict=True) if there]
-            rest = [each for each, there in zip(rest, has, strict=True) if not there]
-            if wanted and not self._read_sides(client, wanted, now):
-                return False
+            has = self._has(client, lookup, now)
+            there = [has(needed.key) for needed in rest]
+            wanted, rest = (
+                [*compress(rest, there)],
+                [each for each, is_there in zip(rest, there, strict=True) if not is_there],
+            )
+            for slot_class in sorted({needed.slot_class for needed in wanted}):
+                if not self._read_hanging(client, [each for each in wanted if each.slot_class == slot_class], now):
+                    return False
         return not rest
 
-    def _read_sides(self, client: TierClient, wanted: Sequence[Side], now: float) -> bool:
-        """Begin to read blocks from one tier, those of one class of slots at a time; False if one cannot be read."""
-        classes = {side.slot_class for side in wanted}
-        if len(classes) > 1:
-            return all(
-                self._read_sides(client, [side for side in wanted if side.slot_class == each], now)
-                for each in sorted(classes)
-            )
-        names, parents = tuple(side.name for side in wanted), [side.row for side in wanted]
-        if client.room < len(names) or self.room.reservable(parents[-1], len(names), min(classes)) < len(names):
+    def _read_hanging(self, client: TierClient, wanted: Sequence[Needed], now: float) -> bool:
+        """Begin to read blocks of one class of slots from one tier; False, and nothing happens, if it is impossible."""
+        keys, rows, slot_class = [each.key for each in wanted], [each.row for each in wanted], wanted[0].slot_class
+        if client.room < len(keys) or self.room.reservable(rows[-1], len(keys), slot_class) < len(keys):
             return False
-        reservation = self.index.reserve_sides(names, parents, min(classes))
-        if reservation is None:
-            return False
-        self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
-        op = PrefetchOp(names, reservation.slots, self.index.pin(names[-1]))
-        op_id = self.tiers.begin(partial(self._end_side_read, client, op))
-        views = [self.arena.slot_views(self.index.space.number(slot)) for slot in op.slots]
-        if not client.submit_get(op_id, names, 0, views, now, loose=True):
-            self.tiers.withdraw(op_id)
-            self.index.abandon(op.slots)
-            self.index.unpin(op.pin)
-            return False
-        self._filling.update(op.slots)
-        return True
-
-    def _end_side_read(self, client: TierClient, op: PrefetchOp, done: GetDone, now: float) -> None:
-        each = done.each or (False,) * len(op.slots)
-        self._filling.difference_update(op.slots)
-        arrived = [slot for slot, here in zip(op.slots, each, strict=True) if here]
-        lost = [key for key, here in zip(op.keys, each, strict=True) if not here]
-        self.index.complete(arrived)
-        self.index.abandon([slot for slot, here in zip(op.slots, each, strict=True) if not here])
-        self.index.unpin(op.pin)
-        contents = self.tiers.contents[client]
-        contents.found.discard(lost)
-        if done.seconds:
-            contents.refuted.add(lost, now)
-        self.tiers.count_read(client, len(arrived))
+        return self._read(client, keys, self.index.reserve_sides(keys, rows, slot_class), now, None)
 
     # Costs
 
@@ -265,21 +232,30 @@ class Prefetcher:
             wanted = min(end - known, client.room)
             room = min(wanted, self.room.reservable(keys[known - 1] if known else ROOT, wanted))
             stop = min(end, readable, known + min(room, read_blocks))
-            if stop == known or not self._read(client, keys, known, stop, now):
+            if stop == known:
+                break
+            reservation = self.index.reserve(keys, known, stop)
+            if not self._read(client, keys[known:stop], reservation, now, keys[:known]):
                 break
             known = stop
         return known
 
-    def _read(self, client: TierClient, keys: Sequence[BlockKey], start: int, stop: int, now: float) -> bool:
-        """Read blocks [start, stop) of a chain into new slots; False, and nothing happens, if that is impossible."""
-        reservation = self.index.reserve(keys, start, stop)
+    def _read(
+        self,
+        client: TierClient,
+        keys: Sequence[BlockKey],
+        reservation: Reservation | None,
+        now: float,
+        before: Sequence[BlockKey] | None,
+    ) -> bool:
+        """Read blocks into their new slots; False, and nothing happens, if that is impossible, or there are none."""
         if reservation is None:
             return False
         self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
-        op = PrefetchOp(tuple(keys[start:stop]), reservation.slots, self.index.pin(keys[stop - 1]))
+        op = PrefetchOp(tuple(keys), reservation.slots, self.index.pin(keys[-1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
         views = [self.arena.slot_views(self.index.space.number(slot)) for slot in op.slots]
-        if not client.submit_get(op_id, keys, start, views, now):
+        if not client.submit_get(op_id, op.keys, views, now, before=before):
             self.tiers.withdraw(op_id)
             self.index.abandon(op.slots)
             self.index.unpin(op.pin)
@@ -289,14 +265,21 @@ class Prefetcher:
 
     def _end_read(self, client: TierClient, op: PrefetchOp, done: GetDone, now: float) -> None:
         self._filling.difference_update(op.slots)
-        self.index.complete(op.slots[: done.arrived])
-        self.index.abandon(op.slots[done.arrived :])
+        arrived: Sequence[int] = op.slots
+        lost: list[BlockKey] = []
+        if not all(done.each):
+            arrived = [*compress(op.slots, done.each)]
+            lost = [key for key, here in zip(op.keys, done.each, strict=True) if not here]
+        became_held = self.index.complete(arrived)
+        self.index.abandon([slot for slot, here in zip(op.slots, done.each, strict=True) if not here] if lost else ())
         self.index.unpin(op.pin)
+        if self.note_became_held is not None:
+            self.note_became_held(became_held, op.keys)
         contents = self.tiers.contents[client]
-        contents.found.discard(op.keys[done.arrived :])
+        contents.found.discard(lost)
         if done.seconds and len(self.tiers.clients) > 1:
-            contents.refuted.add(op.keys[done.arrived : done.arrived + 1], now)
-        self.tiers.count_read(client, done.arrived)
+            contents.refuted.add(lost, now)
+        self.tiers.count_read(client, len(arrived))
 
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether `key` is being read from a tier."""

@@ -40,7 +40,7 @@ class RequestState:
     tail_tag: Tag = NO_TAG
     """The tag with which the request's last, partly filled block was begun."""
     sound: int = 0
-    """Number of its blocks in a row, from the first on, that have its tag."""
+    """Number of its rows, from the first on, whose blocks in all groups have its tag, as far as the engine has them."""
     offloaded_blocks: int = 0
     """Number of blocks that need not be offered for saving again."""
     invalid_from: int | None = None
@@ -68,16 +68,14 @@ class RequestState:
     loads_without_progress: int = 0
     """Loads since then, each ended by a preemption."""
     side_keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
-    """(side group, block) -> the block's name, as far as it was asked for."""
+    """(side group, block) -> the block's key, as far as it was asked for."""
     staged: tuple[BlockKey, ...] = ()
-    """The names of the side groups' blocks that are read for the request's plan."""
+    """The keys of the side groups' blocks that are read for the request's plan."""
     branches: tuple[int, ...] = ()
     """Rows at which another request may go on from what this one computes: where the engine's own blocks end, and where
     the stored chain does. What the side groups lack there is saved."""
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
-    sides_from: int = 0
-    """Tokens whose side groups' blocks need not be offered for saving again."""
 
     def advance(self, computed_tokens: int) -> None:
         """After this step the engine has `computed_tokens` of the request."""
@@ -115,7 +113,6 @@ class RequestState:
         """The engine computes the request's blocks from `first` on again; until then they hold nothing to save."""
         self.sound = min(self.sound, first)
         self.offloaded_blocks = min(self.offloaded_blocks, first)
-        self.sides_from = min(self.sides_from, first * block_size)
         self.loaded_rows = min(self.loaded_rows, first)
         self.computed = min(self.computed, first * block_size)
 
@@ -161,7 +158,6 @@ class Requests:
             state.keys = BlockKeys(*root, ahead=self.tokens_ahead)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
         state.side_keys.clear()
-        state.sides_from = min(state.sides_from, kept * self.block_size)
         state.waits_at = None
         self.renamed(request_id, state, kept)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpact.cache.jobs import PlanSlots
+from kvpact.cache.jobs import GroupBlocks, PlanSlots
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.request import Requests
 from kvpact.cache.tier_set import TierSet
@@ -106,7 +106,7 @@ class StepLookups:
             blocks,
             BlockRange(lookup.computed_tokens, used),
             block_size=size,
-            slots=PlanSlots(job.slots[: blocks.count]),
+            slots=PlanSlots((GroupBlocks(job.group_id, job.start_block, lookup.keys, job.slots[: blocks.count]),)),
             now=now,
             request_finished=job.request_id not in self.requests.live,
         )

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from math import inf
+from sys import maxsize
 
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.tier_set import ASK_AGAIN_SECONDS, LRUKeySet, TierSet
@@ -33,8 +35,20 @@ BACKLOG_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks of memory for the tiers: the first `end` of `keys`, by default all.
+
+    They `follow` one another from a chain's first on, or each stands for itself.
+    """
+
+    keys: Sequence[BlockKey]
+    end: int = maxsize
+    follow: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class WriteBackOp:
-    """Blocks of `epoch` on their way to a tier; `pins` keep them and the chain before them."""
+    """Blocks of `epoch` on their way to a tier; `pins` keep them and what they need."""
 
     keys: tuple[BlockKey, ...]
     pins: tuple[Pin, ...]
@@ -56,8 +70,7 @@ class WriteBack:
     clock: Callable[[], float]
     budget: StepBudget
     seen_once: LRUKeySet | None
-    _unwritten: deque[tuple[Sequence[BlockKey], int]] = field(default_factory=deque, init=False)
-    _unwritten_sides: deque[Sequence[BlockKey]] = field(default_factory=deque, init=False)
+    _unwritten: deque[Offer] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
     """Slots whose blocks are still to be offered to tiers that were opened late."""
 
@@ -66,43 +79,46 @@ class WriteBack:
     @property
     def waiting(self) -> int:
         """Number of chains, and slots of the backlog, that wait to be offered to the tiers."""
-        return len(self._unwritten) + len(self._unwritten_sides) + len(self._backlog)
+        return len(self._unwritten) + len(self._backlog)
 
-    def note_saved(self, keys: Sequence[BlockKey], end: int) -> None:
-        """The chain `keys[:end]` was saved: offer it to the tiers in this step or a later one.
+    def note_saved(self, offer: Offer) -> None:
+        """These blocks were saved: offer them to the tiers in this step or a later one.
 
         While ranks still check each of their copies, tiers get nothing; afterwards `begin_backlog` finds what there is.
         """
         if self.tiers.clients and self._is_trusted:
-            self._unwritten.append((keys, end))
+            self._unwritten.append(offer)
 
-    def note_saved_sides(self, names: Sequence[BlockKey]) -> None:
-        """Blocks of side groups were saved: offer them, as chains."""
-        if self.tiers.clients and self._is_trusted:
-            self._unwritten_sides.append(names)
+    def note_became_held(self, keys: Sequence[BlockKey], own: Sequence[BlockKey] = ()) -> None:
+        """Memory holds these blocks, which were saved before what they need; `own` are noted by themselves."""
+        if len(keys) == len(own) and keys[-1:] == [*own[-1:]]:
+            return
+        hanging, noted = [], {*own}
+        for key in keys:
+            if key not in noted and self.index.is_side(self.index.slot(key)):
+                hanging.append(key)
+            elif key not in noted and self.index.is_last(key):
+                self.note_saved(Offer(self.index.chain(key)))
+        if hanging:
+            self.note_saved(Offer(hanging, follow=False))
 
-    def note_used(self, keys: Sequence[BlockKey], end: int) -> None:
-        """Blocks `keys[:end]` of the arena are used: offer them to tiers that get what is used twice, or that may have
-        lost them."""
+    def note_used(self, offer: Offer) -> None:
+        """Blocks of the arena are used: offer them to tiers that get what is used twice, or that may have lost them."""
         if not self._is_trusted:
             return
         if self.seen_once is not None:
-            self.offer(keys, end)
-        elif self.tiers.shared and (held := self.index.held_prefix(keys, end)) and self._lacks(keys[held - 1]):
-            self.note_saved(keys, held)
+            self.offer(offer)
+        elif self.tiers.shared and (held := self._held(offer)) and self._lacks(held[-1:] if offer.follow else held):
+            self.note_saved(offer)
 
     def offer_some(self) -> None:
-        """Offer waiting chains to the tiers, the oldest first, without blocks that memory has dropped since.
+        """Offer waiting blocks to the tiers, the oldest first, without those that memory has dropped since.
 
-        At least one is offered, and all but `MAX_UNWRITTEN`; the others while the step is not late.
+        At least one offer is made, and all but `MAX_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
-            self.offer(*self._unwritten.popleft())
+            self.offer(self._unwritten.popleft())
             if len(self._unwritten) <= MAX_UNWRITTEN and self.budget.exhausted:
-                break
-        while self._unwritten_sides:
-            self._offer_sides(self._unwritten_sides.popleft())
-            if len(self._unwritten_sides) <= MAX_UNWRITTEN and self.budget.exhausted:
                 break
 
     @property
@@ -128,13 +144,12 @@ class WriteBack:
             if key is not None and self.index.is_last(key):
                 chain = self.index.chain(key)
                 if self.index.is_side(slot):
-                    self._offer_sides([chain.pop()])
-                self.offer(chain, len(chain))
+                    self.offer(Offer([chain.pop()], follow=False))
+                self.offer(Offer(chain))
 
     def clear(self) -> None:
         """A new epoch begins: drop what waits, which belongs to the old one."""
         self._unwritten.clear()
-        self._unwritten_sides.clear()
         self._backlog = range(0)
 
     @property
@@ -142,104 +157,94 @@ class WriteBack:
         """Whether every tier would take a write of `WRITE_BYTES` now."""
         return all(client.executor.has_room(WRITE_BYTES) for client in self.tiers.clients)
 
-    def _lacks(self, last: BlockKey) -> bool:
-        """Whether a tier may have lost a chain that the arena holds, so that it should be offered again.
+    def _held(self, offer: Offer) -> Sequence[BlockKey]:
+        """What memory holds of it now."""
+        if offer.follow:
+            return offer.keys[: self.index.held_prefix(offer.keys, min(offer.end, len(offer.keys)))]
+        return [key for key in offer.keys if self.index.is_held(key)]
 
-        For one chain the answer is "yes" at most once in `ASK_AGAIN_SECONDS`.
+    def _lacks(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether a tier may have lost any of these blocks that memory holds, so that they should be offered again.
+
+        For one block the answer is "yes" at most once in `ASK_AGAIN_SECONDS`.
         """
         now, found = self.clock(), False
         for client in self.tiers.shared if self.tiers.may_share(self.epochs.current) else ():
             contents = self.tiers.contents[client]
-            known = contents.believes(last, now) or last in contents.being_written
-            if not known and client.may_write:
-                offered = contents.offered_again.added_since(last, now - ASK_AGAIN_SECONDS)
-                contents.offered_again.add((last,), now)
-                found |= not offered
+            for key in keys if client.may_write else ():
+                if not (contents.believes(key, now) or key in contents.being_written):
+                    found |= not contents.offered_again.added_since(key, now - ASK_AGAIN_SECONDS)
+                    contents.offered_again.add((key,), now)
         return found
 
     # Writing
 
-    def offer(self, keys: Sequence[BlockKey], end: int) -> None:
-        """Have every tier store what it lacks of the part of the chain `keys[:end]` that memory holds.
+    def offer(self, offer: Offer) -> None:
+        """Have every tier store what it lacks of the blocks that memory holds.
 
         A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
         """
-        epoch, end = self.epochs.current, self.index.held_prefix(keys, end)
-        if self.seen_once is not None:
-            held, seen = keys[:end], self.seen_once
-            end = next((at for at, key in enumerate(held) if key not in seen), end)
-            seen.add(held)
-        now = self.clock()
-        for client in self.tiers.clients:
+        epoch, held, now = self.epochs.current, self._admitted(offer), self.clock()
+        for client in self.tiers.clients if held else ():
             if client.shared and not self.tiers.may_share(epoch):
                 continue
-            start = self._first_to_write(client, keys, end, now)
-            if start < end and not client.may_write:
-                self.metrics.add("dropped_writes", end - start, client.name)
-            else:
-                self._write(client, keys, start, end, epoch)
-
-    def _offer_sides(self, names: Sequence[BlockKey]) -> None:
-        """Have every tier store the blocks of side groups that memory holds and it lacks."""
-        epoch, now = self.epochs.current, self.clock()
-        held = [name for name in names if self.index.is_held(name)]
-        for client in self.tiers.clients:
-            if not held or (client.shared and not self.tiers.may_share(epoch)):
-                continue
-            contents = self.tiers.contents[client]
-            lacks = [
-                name
-                for name in held
-                if name not in contents.being_written and not (client.shared and contents.believes(name, now))
-            ]
+            start = self._first_to_write(client, held, now) if offer.follow else 0
+            lacks = held[start:] if offer.follow else [key for key in held if not self._has(client, key, now)]
             if lacks and not client.may_write:
                 self.metrics.add("dropped_writes", len(lacks), client.name)
             elif lacks:
-                self._write_sides(client, lacks, epoch)
+                self._write(client, lacks, held[:start] if offer.follow else None, epoch)
 
-    def _write_sides(self, client: TierClient, names: Sequence[BlockKey], epoch: Epoch) -> None:
-        op = WriteBackOp(tuple(names), tuple(map(self.index.pin, names)), epoch)
-        op_id = self.tiers.begin(partial(self._end_write, client, op))
-        self.tiers.contents[client].being_written.update(op.keys)
-        number = self.index.space.number
-        buffers = [self.arena.slot_views(number(slot)) for slot in self.index.slots_of(op.keys)]
-        nbytes = sum(piece.nbytes for buffer in buffers for piece in buffer)
-        if not client.submit_put(op_id, names, 0, buffers, nbytes, epoch, loose=True):
-            self.tiers.withdraw(op_id)
-            self._let_go(client, op)
-            self.metrics.add("dropped_writes", len(names), client.name)
+    def _admitted(self, offer: Offer) -> Sequence[BlockKey]:
+        """What of it memory holds, and the tiers get: with `"admit": "second-use"` what was offered before."""
+        held, seen = self._held(offer), self.seen_once
+        if seen is None or not held:
+            return held
+        if offer.follow:
+            admitted = held[: next((at for at, key in enumerate(held) if key not in seen), len(held))]
+        else:
+            admitted = [key for key in held if key in seen]
+        seen.add(held)
+        return admitted
 
-    def _first_to_write(self, client: TierClient, keys: Sequence[BlockKey], end: int, now: float) -> int:
-        """The first block of `keys[:end]` that the tier is not known to hold and that is not being written to it."""
+    def _has(self, client: TierClient, key: BlockKey, now: float) -> bool:
+        """Whether a block is being written to the tier, or a shared one was found to hold it."""
         contents = self.tiers.contents[client]
-        start = 0 if client.shared else client.put_start(keys[:end], now)
-        while start < end and (
-            keys[start] in contents.being_written or (client.shared and contents.believes(keys[start], now))
-        ):
+        return key in contents.being_written or (client.shared and contents.believes(key, now))
+
+    def _first_to_write(self, client: TierClient, keys: Sequence[BlockKey], now: float) -> int:
+        """The first of a chain's `keys` that the tier is not known to hold and that is not being written to it."""
+        start = 0 if client.shared else client.put_start(keys, now)
+        while start < len(keys) and self._has(client, keys[start], now):
             start += 1
         return start
 
-    def _write(self, client: TierClient, keys: Sequence[BlockKey], start: int, end: int, epoch: Epoch) -> None:
+    def _write(
+        self, client: TierClient, keys: Sequence[BlockKey], before: Sequence[BlockKey] | None, epoch: Epoch
+    ) -> None:
+        """Write blocks in pieces; if they follow those `before`, each piece goes after the one before it."""
         write_blocks = max(1, min(WRITE_BYTES // self.arena.slot_bytes, self.arena.least_slots // 2))
-        while start < end:
-            stop = min(end, start + write_blocks)
-            op = WriteBackOp(tuple(keys[start:stop]), (self.index.pin(keys[stop - 1]),), epoch)
+        number = self.index.space.number
+        for start in range(0, len(keys), write_blocks):
+            piece = tuple(keys[start : start + write_blocks])
+            pins = tuple(map(self.index.pin, piece[-1:] if before is not None else piece))
+            op = WriteBackOp(piece, pins, epoch)
             op_id = self.tiers.begin(partial(self._end_write, client, op))
-            self.tiers.contents[client].being_written.update(op.keys)
-            buffers = [self.arena.slot_views(self.index.space.number(slot)) for slot in self.index.slots_of(op.keys)]
+            self.tiers.contents[client].being_written.update(piece)
+            buffers = [self.arena.slot_views(number(slot)) for slot in self.index.slots_of(piece)]
             nbytes = len(buffers) * self.arena.slot_bytes
-            if not client.submit_put(op_id, keys, start, buffers, nbytes, epoch):
+            ahead = [*before, *keys[:start]] if before is not None and start else before
+            if not client.submit_put(op_id, piece, buffers, nbytes, epoch, before=ahead):
                 self.tiers.withdraw(op_id)
                 self._let_go(client, op)
-                self.metrics.add("dropped_writes", end - start, client.name)
+                self.metrics.add("dropped_writes", len(keys) - start, client.name)
                 break
-            start = stop
 
     def _end_write(self, client: TierClient, op: WriteBackOp, done: PutDone, now: float) -> None:
         self._let_go(client, op)
-        contents, stored, lost = self.tiers.contents[client], op.keys[: done.stored], op.keys[done.stored :]
-        if done.each:
-            stored = tuple(key for key, held in zip(op.keys, done.each, strict=True) if held)
+        contents, stored, lost = self.tiers.contents[client], op.keys, tuple[BlockKey, ...]()
+        if not all(done.each):
+            stored = tuple(compress(op.keys, done.each))
             lost = tuple(key for key, held in zip(op.keys, done.each, strict=True) if not held)
         if client.shared:
             contents.found.add(stored, now)
@@ -249,7 +254,7 @@ class WriteBack:
         contents.refuted.discard(stored)
         self.metrics.add("written_blocks", len(stored), client.name)
         self.metrics.add("written_bytes", len(stored) * self.arena.slot_bytes, client.name)
-        self.metrics.add("dropped_writes", len(op.keys) - len(stored), client.name)
+        self.metrics.add("dropped_writes", len(lost), client.name)
 
     def _let_go(self, client: TierClient, op: WriteBackOp) -> None:
         self.tiers.contents[client].being_written.difference_update(op.keys)

@@ -4,13 +4,13 @@ A model's layers form groups that keep different parts of a prefix: all of it, t
 its end. Owns the rules of each kind, the names of their blocks, and the search over all groups. Knows no slots and no
 engine.
 
-The blocks of one group, the *chain group*, are the rows of a request's chain. The blocks of the others, the *side*
-groups, hang each on the row in which it ends.
+The blocks of one group, the *chain group*, are the *rows* of a request's chain. The blocks of the others, the *side
+groups*, hang each on the row in which it ends. A model of one group with full attention has a chain and no side groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import lcm
@@ -129,11 +129,6 @@ class GroupSet:
         return blake3(b"".join(group.digest for group in self.groups)).digest()
 
     @property
-    def is_plain(self) -> bool:
-        """Whether a match needs its blocks of one group with full attention, and nothing else."""
-        return not self.sides
-
-    @property
     def tokens_ahead(self) -> int:
         """How many tokens after a row its key covers, so that no block depends on a token that its name leaves out."""
         return int(any(group.drops_last for group in self.groups))
@@ -143,10 +138,31 @@ class GroupSet:
         return ((block + 1) * self.groups[number].block_size - 1) // self.block_size
 
     def side_key(self, row_key: BlockKey, number: int, block: int) -> BlockKey:
-        """The name of a side group's block that ends in the row named `row_key`."""
+        """The key of a side group's block that ends in the row `row_key`."""
         size = self.groups[number].block_size
         part = block % max(1, self.block_size // size)
         return blake3(row_key + self.groups[number].digest + part.to_bytes(8, "little")).digest()
+
+    def worth_saving(
+        self, number: int, new: range, computed: int, known: int, branches: Sequence[int]
+    ) -> Sequence[int]:
+        """Return the new blocks of a side group that a later request may need; `computed` of `known` tokens are there.
+
+        All of a group that reads everything; the state at the end of a step, which leaves no other; and of windows those
+        from which a request will go on: at the end of a prompt, of its answer, and where two prompts part, after so many
+        rows as `branches` says. All others would be most of what is stored, and nobody asks for them
+        (research/hybrid_trace.py).
+        """
+        group = self.groups[number]
+        if group.kind is GroupKind.FULL:
+            return new
+        if group.kind is GroupKind.STATE:
+            return [block for block in new if (block + 1) * group.block_size == computed]
+        ends = [known - 1, *(rows * self.block_size for rows in branches)]
+        whole = [end - end % self.alignment for end in ends if end > 0]
+        last = range(max(new.start, group.needed(whole[0]).start if whole else 0), new.stop)
+        tails = [range(max(new.start, tail.start), min(new.stop, tail.end)) for tail in map(group.needed, whole[1:])]
+        return sorted({*last, *(block for tail in tails for block in tail)})
 
     def longest_match(self, max_tokens: int, first_missing: FirstMissing) -> int:
         """Tokens of the longest prefix, at most `max_tokens`, for which every group has all that it needs.
@@ -155,18 +171,23 @@ class GroupSet:
         and does not need, so that a missing block ends all matches which reach it.
         """
         tokens = max_tokens - max_tokens % self.alignment
-        sound_from = [-(-tokens // group.block_size) + 1 for group in self.groups]
+        resident_from = [-(-tokens // group.block_size) + 1 for group in self.groups]
         """For each group: its blocks from there to the end of the current candidate are resident."""
         agreed, number = 0, 0
         while tokens and agreed < len(self.groups):
             group = self.groups[number]
             wanted = group.needed(tokens)
-            unknown = BlockRange(wanted.start, max(0, min(wanted.end, sound_from[number]) - wanted.start))
+            unknown = BlockRange(wanted.start, max(0, min(wanted.end, resident_from[number]) - wanted.start))
             missing = first_missing(number, unknown) if unknown.count else None
-            sound_from[number] = min(sound_from[number], wanted.start)
+            resident_from[number] = min(resident_from[number], wanted.start)
             if missing is None:
                 agreed, number = agreed + 1, (number + 1) % len(self.groups)
             else:
                 reached = missing * group.block_size
                 tokens, agreed = reached - reached % self.alignment, 0
         return tokens
+
+
+def one_group(block_size: int) -> GroupSet:
+    """The groups of a model whose layers all have full attention, and are kept together."""
+    return GroupSet((KVCacheGroup(GroupKind.FULL, block_size),))
