@@ -187,6 +187,14 @@ class BlockIndex(Restoring):
         self._release(row)
         return count
 
+    def make_room(self, slots: int) -> tuple[tuple[BlockKey, int], ...]:
+        """Evict until so many slots of the chains' class are free, or nothing more can go; returns (key, slot) of each.
+
+        Blocks that are reserved one by one get neighbouring slots then.
+        """
+        most = len(self.space.free[self._chain_class]) + self._evictable[self._chain_class]
+        return self._make_room(min(slots, most), self._chain_class) or ()
+
     def reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> Reservation | None:
         """Slots for `keys[start:end]` of the chain `keys`, all or none; None, and nothing changed, if there is no room.
 

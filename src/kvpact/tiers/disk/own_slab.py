@@ -17,7 +17,7 @@ import numpy as np
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import Pin, State
-from kvpact.index.key_table import RowArray
+from kvpact.index.key_table import NONE, RowArray
 from kvpact.tiers.base import BlockBuffer, Entry, RecordHeader, TierCounts, payload_digest
 from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import Slab, refute_in
@@ -96,6 +96,12 @@ class OwnSlab:
             with self._lock:
                 self._unpin(pins)
 
+    def _use_known(self, keys: Sequence[BlockKey]) -> list[Pin]:
+        """Do what `_use` does for those of `keys` that are known, held or on their way; the lock is held."""
+        slots = self._index.find_each(keys)
+        (known,) = (slots >= 0).nonzero()
+        return self._use([keys[index] for index in known.tolist()], slots[known])
+
     def _use(self, keys: Sequence[BlockKey], slots: RowArray) -> list[Pin]:
         """Keep the blocks `keys` in `slots`, with all before them, and note that they are used; the lock is held.
 
@@ -135,31 +141,42 @@ class OwnSlab:
 
     def _reserve(self, entries: Sequence[Entry]) -> tuple[list[Entry], list[int]]:
         """The blocks that are new and have room, and their slots; the lock is held."""
-        keys = [entry.key for entry in entries]
-        known = self._index.find_each(keys)
-        (there,) = (known >= 0).nonzero()
-        pins = self._use([keys[index] for index in there.tolist()], known[there])  # they make no room for the others
+        runs = self._new_runs(entries)
         blocks, slots = list[Entry](), list[int]()
-        for run in _runs(entries, (known < 0).tolist()):
-            found = self._slots_for(run)
-            blocks += run[: len(found)]
-            slots += found
+        needed = [run[0].parent for run in runs if run[0].parent]
+        pins = self._use_known([entry.key for entry in entries]) + self._use_known(needed)
+        self._content.count(evicted=len(self._index.make_room(sum(map(len, runs)))))
+        for run in runs:
+            some = run[: self._index.free_slots]
+            blocks += some
+            slots += self._slots_for(some) if some else ()
         self._unpin(pins)
         for entry in sorted((block for block in blocks if not block.parent), key=_depth, reverse=True):
             self._index.touch(entry.key)
         return blocks, slots
 
+    def _new_runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        """The unknown blocks whose parents are here or come before them, in runs of which each needs the one before."""
+        runs, coming = list[list[Entry]](), set[BlockKey]()
+        known: list[int] = self._index.find_each([entry.key for entry in entries]).tolist()
+        for entry, slot in zip(entries, known, strict=True):
+            if slot != NONE:
+                continue
+            if runs and entry.parent == runs[-1][-1].key:
+                runs[-1].append(entry)
+            elif not entry.parent or entry.parent in coming or entry.parent in self._index:
+                runs.append([entry])
+            else:
+                continue
+            coming.add(entry.key)
+        return runs
+
     def _slots_for(self, run: Sequence[Entry]) -> Sequence[int]:
-        """Slots for the first of new blocks that follow one another; none if the block before them is not here."""
-        parent, keys = run[0].parent, [entry.key for entry in run]
-        if parent and parent not in self._index:
-            return ()
-        room = min(len(keys), self._index.reservable(parent)) if len(keys) > 1 else 1
-        start = 1 if parent else 0
-        reservation = self._index.reserve([parent, *keys] if parent else keys, start, start + room)
-        if reservation is None:
-            return ()
-        self._content.count(evicted=len(reservation.evicted))
+        """Reserve free slots for blocks that follow one another."""
+        before = [parent] if (parent := run[0].parent) else []
+        keys = [*before, *(entry.key for entry in run)]
+        reservation = self._index.reserve(keys, len(before), len(keys))
+        assert reservation is not None
         return reservation.slots
 
     def _write(self, blocks: Sequence[Entry], slots: Sequence[int]) -> None:
@@ -297,16 +314,3 @@ class OwnSlab:
     def persist_use(self) -> None:
         """Store when blocks were last used. A kill loses these times."""
         self._content.persist_use()
-
-
-def _runs(entries: Sequence[Entry], is_new: Sequence[bool]) -> Iterator[list[Entry]]:
-    """The new blocks, those together of which each needs the one before it."""
-    run = list[Entry]()
-    for entry, new in zip(entries, is_new, strict=True):
-        if run and not (new and entry.parent == run[-1].key):
-            yield run
-            run = []
-        if new:
-            run.append(entry)
-    if run:
-        yield run
