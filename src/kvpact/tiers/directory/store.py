@@ -112,7 +112,7 @@ class DirectoryStore(RecordStore):
         now = time.time_ns()
         long_ago = now - used_ns > self.quota.touch_seconds * 1e9
         if latest_ns is None:
-            latest_ns = min(now, self._before(name, self._beginning(name), {}) if long_ago else used_ns)
+            latest_ns = min(now, self._before(name, self._beginning(name), {}, now) if long_ago else used_ns)
         if used_ns > latest_ns or (used_ns < latest_ns and long_ago):
             used_ns = latest_ns
             with suppress(OSError):  # evicted meanwhile, or another user's: it ages as if it were not used
@@ -145,15 +145,14 @@ class DirectoryStore(RecordStore):
         now = time.time_ns()
         times: dict[str, int] = {}
         for name, pieces in zip(names, records, strict=True):
-            times[name] = min(now, self._before(name, pieces[0], times))
+            times[name] = min(now, self._before(name, pieces[0], times, now))
         return [times[name] for name in names]
 
-    def _before(self, name: str, header: bytes | memoryview | None, times: Mapping[str, int]) -> int:
+    def _before(self, name: str, header: bytes | memoryview | None, times: Mapping[str, int], now: int) -> int:
         """A time for a record with this `header`, which is a step before that of its parent.
 
-        A parent's time is one of `times`, or that of its file.
+        A parent's time is one of `times`, or that of its file. Without a parent it is `now`, less a step of each depth.
         """
-        now = time.time_ns()
         if key_of(name) is None or header is None or memoryview(header).nbytes != HEADER_BYTES:
             return now
         (fields,) = np.frombuffer(header, FIELDS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
@@ -155,10 +155,12 @@ class SharedTier(Tier):
             held: set[BlockKey] = set()
             try:
                 held = self._held(runs, prompt)
-                self._describe()
-                held |= self._store_missing(runs, held)
-                self._accounts.last_errors.clear("write")
-                self._note_usage()
+                if wanted := _storable(runs, held):
+                    self._describe()
+                    self._store(wanted, held)
+                    self._accounts.last_errors.clear("write")
+                    self._note_usage()
+                    held.update(entry.key for run in wanted for entry in run.entries)
                 return [entry.key in held for entry in entries]
             except StoreError as error:
                 self._accounts.note_failed("write", error)
@@ -185,22 +187,18 @@ class SharedTier(Tier):
             held.update(compress(keys, self.store.exists(self._names(keys))))
         return held
 
-    def _store_missing(self, runs: Sequence[_Run], held: set[BlockKey]) -> set[BlockKey]:
-        """Store the blocks that are not `held`, of each run whose parent is; returns the keys of these runs."""
-        stored: set[BlockKey] = set()
+    def _store(self, runs: Sequence[_Run], held: Container[BlockKey]) -> None:
+        """Store the blocks of these runs that are not `held`."""
         alone: list[Entry] = []
         writes: list[tuple[_Write, Sequence[Entry]]] = [(self.store.write, alone)]
         for run in runs:
-            if run.parent == ROOT or run.parent in held or run.parent in stored:
-                missing = [entry for entry in run.entries if entry.key not in held]
-                stored.update(entry.key for entry in run.entries)
-                if self._packs is not None and run.follow:
-                    writes.append((self._packs.write_pack, missing))
-                else:
-                    alone += missing
+            missing = [entry for entry in run.entries if entry.key not in held]
+            if self._packs is not None and run.follow:
+                writes.append((self._packs.write_pack, missing))
+            else:
+                alone += missing
         for write, entries in writes:
             self._write(entries, write)
-        return stored
 
     def _write(self, missing: Sequence[Entry], write: _Write) -> None:
         now = time.time()
@@ -321,6 +319,17 @@ def _runs(entries: Sequence[Entry]) -> list[_Run]:
     """The entries as runs, in which each one's parent is the one before it."""
     starts = [at for at, entry in enumerate(entries) if not at or entry.parent != entries[at - 1].key]
     return [_Run(entries[first:end]) for first, end in pairwise([*starts, len(entries)])]
+
+
+def _storable(runs: Iterable[_Run], held: Set[BlockKey]) -> list[_Run]:
+    """The runs whose parent is held or among the blocks of a run before."""
+    storable: list[_Run] = []
+    there = {ROOT, *held}
+    for run in runs:
+        if run.parent in there:
+            storable.append(run)
+            there.update(entry.key for entry in run.entries)
+    return storable
 
 
 def _batches(buffers: Sequence[BlockBuffer]) -> Iterator[tuple[int, int]]:
