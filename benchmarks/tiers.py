@@ -108,6 +108,7 @@ TIERS = {"disk": _disk, "redis": _redis, "objects": _objects}
 
 def _measure(name: str, block_bytes: int, blocks: int, in_flight: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     from kvpact.identity.keys import Namespace
+    from kvpact.tiers.base import SupportsLocate, chained
     from kvpact.tiers.registry import TierContext, open_tier
     from kvpact.tiers.urls import parse_tier_url
 
@@ -126,11 +127,15 @@ def _measure(name: str, block_bytes: int, blocks: int, in_flight: Sequence[int],
         stack.callback(tier.close)
 
         def put(number: int, keys: Chain, its: list[memoryview]) -> None:
-            if tier.put(keys, 0, [[one] for one in its]) != len(keys):
+            if isinstance(tier, SupportsLocate):
+                tier.locate(keys)
+            if not all(tier.put(chained(keys, [[one] for one in its]))):
                 raise SystemExit(f"{name}: the tier did not keep every block")
 
         def get(number: int, keys: Chain, its: list[memoryview]) -> None:
-            if tier.get(keys, 0, [[one] for one in its]) != len(keys):
+            if isinstance(tier, SupportsLocate):
+                tier.locate(keys)
+            if not all(tier.get(keys, [[one] for one in its])):
                 raise SystemExit(f"{name}: the tier did not bring every block")
 
         def gb_per_s(move: Move, keys: list[Chain]) -> float:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.tiers.base import BlockBuffer
+from kvpact.tiers.base import BlockBuffer, Entry, chained, leading
 from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.disk.tier import DiskTier
 
@@ -84,16 +84,28 @@ def files_in(directory: Path) -> int:
     return sum(max(status.st_size, 512 * status.st_blocks) for status in found)
 
 
-def store(tier: DiskTier, keys: Sequence[BlockKey]) -> int:
-    return tier.put(keys, 0, filled(keys))
+def store(tier: DiskTier, keys: Sequence[BlockKey], start: int = 0) -> int:
+    """Put a chain from block `start` on; how many are held then, in a row."""
+    return leading(tier.put(chained(keys[start:], filled(keys[start:]), keys[:start])))
+
+
+def stored_alone(tier: DiskTier, keys: Sequence[BlockKey], slot_bytes: int = SLOT) -> list[bool]:
+    """Put blocks without parents, the n-th at depth n; which are held then."""
+    entries = enumerate(zip(keys, filled(keys, slot_bytes), strict=True))
+    return tier.put([Entry(key, buffer, depth=depth) for depth, (key, buffer) in entries])
 
 
 def served(tier: DiskTier, keys: Sequence[BlockKey]) -> int:
-    """How many blocks the tier serves of `keys`; every one of them must hold what its key says."""
-    buffers = memory(len(keys))
-    arrived = tier.get(keys, 0, buffers)
-    for key, buffer in zip(keys[:arrived], buffers, strict=False):
-        assert bytes_of(buffer) == content(key), f"a damaged block was served for {key.hex()[:8]}"
+    """How many blocks the tier serves of `keys`, in a row; every one of them must hold what its key says."""
+    return leading(served_each(tier, keys))
+
+
+def served_each(tier: DiskTier, keys: Sequence[BlockKey], slot_bytes: int = SLOT) -> list[bool]:
+    """Which blocks the tier serves of `keys`; every one of them must hold what its key says."""
+    buffers = memory(len(keys), slot_bytes)
+    arrived = tier.get(keys, buffers)
+    for there, key, buffer in zip(arrived, keys, buffers, strict=True):
+        assert not there or bytes_of(buffer) == content(key, slot_bytes), f"damage was served for {key.hex()[:8]}"
     return arrived
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from chain_calls import get_chain, put_chain
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import OWN_FOLDER
@@ -61,12 +62,13 @@ def path_of(tier: SharedTier, key: BlockKey) -> Path:
 
 
 def put(tier: Tier, wanted: Document, start: int = 0) -> int:
-    return tier.put(wanted.keys, start, filled_buffers(wanted.keys[start:], SLOT, 2))
+    keys = wanted.keys[start:]
+    return put_chain(tier, keys, filled_buffers(keys, SLOT, 2), wanted.keys[:start])
 
 
 def served(tier: Tier, wanted: Document) -> int:
     buffers = empty_buffers(len(wanted), SLOT, 2)
-    arrived = tier.get(wanted.keys, 0, buffers)
+    arrived = get_chain(tier, wanted.keys, buffers)
     for key, buffer in zip(wanted.keys[:arrived], buffers, strict=False):
         assert b"".join(buffer) == content(key, SLOT)
     return arrived
@@ -161,9 +163,9 @@ def test_what_is_used_stays_and_tails_go_before_heads(tmp_path: Path) -> None:
     for number, key in enumerate((*used.keys, *old.keys)):  # `used` is the one written first
         path = path_of(tier, key)
         os.utime(path, ns=(long_ago - number % 6, long_ago - number % 6))
-    assert tier.lookup(used.keys) == 6
+    assert tier.leading(used.keys) == 6
     assert put(tier, document("new", 3)) == 3
-    assert (tier.lookup(used.keys), served(tier, old)) == (6, 2)  # one more than needed, the evictor's slack
+    assert (tier.leading(used.keys), served(tier, old)) == (6, 2)  # one more than needed, the evictor's slack
     assert tier.counts().evicted == 4
 
 
@@ -174,11 +176,11 @@ def test_a_record_that_is_looked_up_often_is_touched_once_a_minute(tmp_path: Pat
     paths = [path_of(tier, key) for key in wanted.keys]
     written = [path.stat().st_mtime_ns for path in paths]
     assert written == sorted(written, reverse=True)
-    tier.lookup(wanted.keys)
+    tier.leading(wanted.keys)
     assert [path.stat().st_mtime_ns for path in paths] == written
     for path, time_ns in zip(paths, written, strict=True):
         os.utime(path, ns=(time_ns - 61 * 10**9,) * 2)
-    tier.lookup(wanted.keys)
+    tier.leading(wanted.keys)
     touched = [path.stat().st_mtime_ns for path in paths]
     assert touched == sorted(touched, reverse=True)
     assert touched[-1] > written[0]
@@ -190,7 +192,8 @@ def test_a_document_stored_in_parts_keeps_its_head(tmp_path: Path) -> None:
     put(tier, document("another", 12))
     wanted = document("long", 25)
     for start in range(0, 25, 5):
-        tier.put(wanted.keys[: start + 5], start, filled_buffers(wanted.keys[start : start + 5], SLOT, 2))
+        keys = wanted.keys[start : start + 5]
+        put_chain(tier, keys, filled_buffers(keys, SLOT, 2), wanted.keys[:start])
     assert served(tier, wanted) == 12
     assert tier.counts().dropped_writes > 0
     assert "larger capacity" in tier.health().reason

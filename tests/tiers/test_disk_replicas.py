@@ -16,6 +16,7 @@ import pytest
 from test_slab_kill import start
 
 from kvpact.errors import TierError
+from kvpact.tiers.base import leading
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.disk import foreign_records, foreign_slab, slab_directory, slab_size
 from kvpact.tiers.disk import tier as disk_tier
@@ -32,7 +33,6 @@ from slab_scenes import (
     capacity_for,
     chain,
     files_in,
-    filled,
     header_at,
     memory,
     open_tier,
@@ -88,11 +88,11 @@ def test_each_engine_stores_and_all_are_served_what_any_has_stored(host: Host) -
     assert first.slab.path != second.slab.path
     assert store(first, KEYS) == 8
     assert store(second, chain("other", 6)) == 6
-    assert second.lookup(KEYS) == 0, "nobody has looked yet"
+    assert second.leading(KEYS) == 0, "nobody has looked yet"
     host.settle()
     for tier in (first, second):
-        assert (tier.lookup(KEYS), served(tier, KEYS)) == (8, 8)
-        assert (tier.lookup(chain("other", 6)), served(tier, chain("other", 6))) == (6, 6)
+        assert (tier.leading(KEYS), served(tier, KEYS)) == (8, 8)
+        assert (tier.leading(chain("other", 6)), served(tier, chain("other", 6))) == (6, 6)
         assert tier.counts().damaged == tier.counts().failed_reads == 0
     assert (first.capacity().blocks, second.capacity().blocks) == (8, 6), "what is another's is counted there"
 
@@ -128,7 +128,7 @@ def test_h50_a_full_directory_is_shared_out_when_another_engine_comes_and_given_
     host.tiers.append(second)
     with pytest.raises(TierError, match="leave no room for a slab yet"):
         _ = second.slab
-    assert second.put(KEYS, 0, filled(KEYS)) == 0 == second.capacity().blocks
+    assert store(second, KEYS) == 0 == second.capacity().blocks
     host.settle()
     assert 15 <= first.capacity().blocks <= SLOTS // 2
     assert first.counts().evicted >= SLOTS // 2
@@ -142,7 +142,7 @@ def test_h50_a_full_directory_is_shared_out_when_another_engine_comes_and_given_
         assert store(first, chain("again", SLOTS)) == SLOTS, "the room of the idle slab"
     assert [*host.directory.glob("kvpact/*.slab")] == [first.slab.path]
     host.settle()
-    assert first.lookup(chain("mine", SLOTS)) == 0
+    assert first.leading(chain("mine", SLOTS)) == 0
 
 
 def test_what_follows_a_block_that_a_smaller_share_evicts_goes_with_it_on_disk_as_well(host: Host) -> None:
@@ -152,7 +152,7 @@ def test_what_follows_a_block_that_a_smaller_share_evicts_goes_with_it_on_disk_a
     first.delete(chain("first", 20))
     store(first, chain("continued", 18, KEYS))  # into the slots of the deleted ones, which are kept
     host.open()
-    assert first.lookup(KEYS) == 0 == first.capacity().blocks
+    assert first.leading(KEYS) == 0 == first.capacity().blocks
     assert verify_slab(first.slab.path).records == 0
 
 
@@ -258,7 +258,7 @@ def test_a_prompt_comes_from_two_slabs(host: Host) -> None:
     host.settle()
     told = Told()
     buffers = memory(8)
-    assert reader.lookup(KEYS) == 5 == reader.get(KEYS, 0, buffers, told)
+    assert reader.leading(KEYS) == 5 == leading(reader.get(KEYS, buffers, told))
     assert told == sorted(told)
     assert told[-1] == 5
 
@@ -283,12 +283,12 @@ def test_a_block_that_its_engine_evicts_while_it_is_read_is_a_miss_and_no_damage
     assert served(second, KEYS) == 3
     assert second.counts().damaged == 0
     assert second.health().ok
-    assert second.lookup(KEYS) == 3
+    assert second.leading(KEYS) == 3
     host.settle()
     assert served(second, chain("new", 5)) == 5
     store(first, KEYS)
     host.settle()
-    assert second.lookup(KEYS) == 8 == served(second, KEYS)
+    assert second.leading(KEYS) == 8 == served(second, KEYS)
 
 
 def test_h61_reads_of_blocks_that_others_have_evicted_are_no_failures(host: Host) -> None:
@@ -302,10 +302,10 @@ def test_h61_reads_of_blocks_that_others_have_evicted_are_no_failures(host: Host
     client = TierClient(TierExecutor(second, 1, 1 << 20), LentSlots(100), timeout=5.0, clock=time.monotonic)
     for number, keys in enumerate(chains):
         assert client.held(keys, time.monotonic()) == 2
-        assert client.submit_get(number, keys, 0, memory(2), time.monotonic())
+        assert client.submit_get(number, keys, memory(2), time.monotonic())
         while not (done := list(client.poll())):
             time.sleep(0.001)
-        assert [each.arrived if isinstance(each, GetDone) else each for each in done] == [2 if number == 5 else 0]
+        assert [each.in_a_row if isinstance(each, GetDone) else each for each in done] == [2 if number == 5 else 0]
     assert not client.is_open
     client.executor.close(1.0)
 
@@ -320,7 +320,7 @@ def test_h22_damage_in_anothers_slab_is_counted_and_not_read_again_until_it_is_s
     assert second.counts().damaged == 1
     for _ in range(2):
         host.settle()
-        assert second.lookup(KEYS) == 3
+        assert second.leading(KEYS) == 3
     assert served(first, KEYS) == 3, "its own engine drops it"
     store(first, KEYS)
     host.settle()
@@ -335,7 +335,7 @@ def test_h22_a_header_that_is_torn_or_of_another_slot_is_no_block(host: Host) ->
     overwrite(path, header_at(slot_of(first, KEYS[6])), raw[header_at(slot_of(first, KEYS[5])) :][:256])
     overwrite(path, header_at(slot_of(first, KEYS[4])) + 60, b"torn")
     host.settle()
-    assert second.lookup(KEYS) == 4 == served(second, KEYS)
+    assert second.leading(KEYS) == 4 == served(second, KEYS)
 
 
 def test_h36_what_is_deleted_is_not_served_from_anothers_slab_until_it_is_stored_again(host: Host) -> None:
@@ -346,18 +346,18 @@ def test_h36_what_is_deleted_is_not_served_from_anothers_slab_until_it_is_stored
     host.settle()
     assert second.delete(KEYS[3:4]) == 5
     host.settle()
-    assert (second.lookup(KEYS), second.lookup(branch), first.lookup(KEYS)) == (3, 6, 8)
+    assert (second.leading(KEYS), second.leading(branch), first.leading(KEYS)) == (3, 6, 8)
     second.delete(KEYS[:1])
     store(second, KEYS[:1])
     host.settle()
-    assert (second.lookup(KEYS), second.lookup(branch)) == (1, 1), "with all that follows"
+    assert (second.leading(KEYS), second.leading(branch)) == (1, 1), "with all that follows"
     store(first, chain("more", 4))
     second.clear()
-    assert second.lookup(chain("more", 4)) == 0
+    assert second.leading(chain("more", 4)) == 0
     first.delete(KEYS)
     store(first, KEYS)
     host.settle()
-    assert second.lookup(KEYS) == 8, "these are new ones"
+    assert second.leading(KEYS) == 8, "these are new ones"
 
 
 def test_closing_the_other_engine_changes_no_block_and_brings_no_refused_one_back(host: Host) -> None:
@@ -368,7 +368,7 @@ def test_closing_the_other_engine_changes_no_block_and_brings_no_refused_one_bac
     second.delete(KEYS[5:])
     host.close(first)  # writes when block 5 was used
     host.settle()
-    assert second.lookup(KEYS) == 5 == served(second, KEYS)
+    assert second.leading(KEYS) == 5 == served(second, KEYS)
 
 
 # What it costs
@@ -478,7 +478,7 @@ def test_h22_h50_h59_processes_that_are_killed_leave_a_sound_directory_to_the_ot
     assert len(list(tmp_path.glob("kvpact/*.slab"))) == 2, "a new process takes over what a dead one has left"
     for number in range(6):
         keys = chain(f"document {number}", 24)
-        assert served(tier, keys) == tier.lookup(keys)
+        assert served(tier, keys) == tier.leading(keys)
     tier.close()
 
 
@@ -513,7 +513,7 @@ def test_h36_what_was_deleted_stays_deleted_in_a_slab_that_is_taken_over(
     with monkeypatch.context() as patch:
         patch.setattr(SlabOpener, "open", no_room)
         second = host.open()
-        assert second.lookup(KEYS) == len(KEYS)
+        assert second.leading(KEYS) == len(KEYS)
         if how == "many":
             patch.setattr(disk_tier, "MAX_DOOMED", 2)
             second.delete([*chain("elsewhere", 3)])
@@ -524,8 +524,8 @@ def test_h36_what_was_deleted_stays_deleted_in_a_slab_that_is_taken_over(
     host.close(first)
     host.settle()
     assert second.slab.path == slab_path(host.directory)
-    assert second.lookup(KEYS) == served(second, KEYS) == (5 if how == "delete" else 0)
-    assert second.put(KEYS, second.put_start(KEYS), filled(KEYS[second.put_start(KEYS) :])) > 0
+    assert second.leading(KEYS) == served(second, KEYS) == (5 if how == "delete" else 0)
+    assert store(second, KEYS, second.put_start(KEYS)) > 0
     assert served(second, KEYS) == len(KEYS), "it can be stored again"
 
 

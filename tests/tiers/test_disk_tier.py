@@ -16,6 +16,7 @@ import pytest
 from hook_time import assert_ends_within
 from kvpact.errors import PactViolation, TierError
 from kvpact.own_files import OWN_FOLDER
+from kvpact.tiers.base import Entry, chained
 from kvpact.tiers.disk import slab_size, two_threads
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import Slab, runs
@@ -31,7 +32,6 @@ from slab_scenes import (
     chain,
     content,
     files_in,
-    filled,
     memory,
     open_tier,
     overwrite,
@@ -55,14 +55,14 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 def test_blocks_come_back_over_all_ranks(tier: DiskTier) -> None:
     assert store(tier, KEYS) == 8
-    assert tier.lookup([*KEYS, b"?" * 32]) == 8
+    assert tier.leading([*KEYS, b"?" * 32]) == 8
     assert served(tier, KEYS) == 8
 
 
 def test_a_part_is_read_into_given_memory_and_the_rest_is_left_alone(tier: DiskTier) -> None:
     store(tier, KEYS)
     buffers = memory(4)
-    assert tier.get(KEYS, 5, buffers) == 3
+    assert tier.get([*KEYS[5:], b"?" * 32], buffers) == [True, True, True, False]
     assert [bytes_of(buffer) for buffer in buffers] == [*(content(key) for key in KEYS[5:]), bytes(SLOT)]
 
 
@@ -78,7 +78,7 @@ def test_a_chain_is_extended_and_what_is_there_is_not_written_again(
         return written[-1]
 
     monkeypatch.setattr(Slab, "pwritev", staticmethod(counted))
-    assert tier.put(KEYS, 2, filled(KEYS[2:])) == 6
+    assert store(tier, KEYS, 2) == 6
     assert sum(written) == 3 * (SLOT + 2 * 256), "three payloads, three headers cleared and three written"
     assert served(tier, KEYS) == 8
 
@@ -120,7 +120,7 @@ def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
     monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     store(tier, KEYS)
     told = Told()
-    assert tier.get(KEYS, 0, memory(8), told) == 8
+    assert tier.get(KEYS, memory(8), told) == [True] * 8
     assert told == sorted(told)
     assert len(told) > 1
     assert told[-1] == 8
@@ -132,31 +132,32 @@ def test_a_read_that_is_wanted_no_more_ends_early(tier: DiskTier, monkeypatch: p
     monkeypatch.setattr(two_threads, "GROUP_BYTES", SLOT)
     monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     buffers = memory(40)
-    arrived = tier.get(keys, 0, buffers, lambda arrived: False)
-    assert arrived < 20
-    assert [bytes_of(buffer) for buffer in buffers[:arrived]] == [content(key) for key in keys[:arrived]]
-    assert tier.lookup(keys) == 40
+    arrived = tier.get(keys, buffers, lambda arrived: False)
+    assert sum(arrived) < 20
+    for there, key, buffer in zip(arrived, keys, buffers, strict=True):
+        assert not there or bytes_of(buffer) == content(key)
+    assert tier.leading(keys) == 40
     assert tier.counts().damaged == 0
 
 
 def test_memory_that_is_not_aligned_works_as_well(tier: DiskTier) -> None:
     unaligned = [[memoryview(bytearray(b"x" + content(key)))[1:]] for key in KEYS]
-    assert tier.put(KEYS, 0, unaligned) == 8
+    assert tier.put(chained(KEYS, unaligned)) == [True] * 8
     into = [[memoryview(bytearray(SLOT + 1))[1:]] for _ in KEYS]
-    assert tier.get(KEYS, 0, into) == 8
+    assert tier.get(KEYS, into) == [True] * 8
     assert [bytes_of(buffer) for buffer in into] == [content(key) for key in KEYS]
 
 
 def test_a_buffer_larger_than_a_slot_is_the_callers_defect(tier: DiskTier) -> None:
     with pytest.raises(PactViolation, match=r"buffer has 16384 bytes; a slot of .* has 8192"):
-        tier.put(KEYS, 0, memory(1, slot_bytes=16384))
+        tier.put([Entry(KEYS[0], memory(1, slot_bytes=16384)[0])])
 
 
 def test_deleting_a_block_deletes_what_needs_it(tier: DiskTier, tmp_path: Path) -> None:
     store(tier, KEYS)
     store(tier, chain("branch", 6, KEYS[:3]))
     assert tier.delete([KEYS[4]]) == 4
-    assert tier.lookup(KEYS) == 4
+    assert tier.leading(KEYS) == 4
     assert served(tier, chain("branch", 6, KEYS[:3])) == 6
     assert tier.delete([KEYS[4], b"?" * 32]) == 0
     assert verify_slab(slab_path(tmp_path)).records == 7 == tier.capacity().blocks
@@ -165,7 +166,7 @@ def test_deleting_a_block_deletes_what_needs_it(tier: DiskTier, tmp_path: Path) 
 def test_clearing_is_for_good(tier: DiskTier, tmp_path: Path) -> None:
     store(tier, KEYS)
     tier.clear()
-    assert tier.lookup(KEYS) == 0 == tier.capacity().blocks
+    assert tier.leading(KEYS) == 0 == tier.capacity().blocks
     assert verify_slab(slab_path(tmp_path)).records == 0
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
 
@@ -186,7 +187,7 @@ def test_h59_a_restart_finds_everything_and_reads_no_payload(tmp_path: Path, mon
     tier = open_tier(tmp_path)
     assert len(read) == 1
     assert sum(read) < payload_at(slab_path(tmp_path), 0)
-    assert (tier.lookup(KEYS), tier.lookup(chain("other", 20))) == (8, 20)
+    assert (tier.leading(KEYS), tier.leading(chain("other", 20))) == (8, 20)
     assert (served(tier, KEYS), served(tier, chain("other", 20))) == (8, 20)
     tier.close()
 
@@ -200,7 +201,7 @@ def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
     tier.close()
     tier = open_tier(tmp_path, slots=12)
     store(tier, chain("new", 4))
-    assert [tier.lookup(chain(name, 4)) for name in ("old", "used", "young", "new")] == [4, 0, 4, 4]
+    assert [tier.leading(chain(name, 4)) for name in ("old", "used", "young", "new")] == [4, 0, 4, 4]
     tier.close()
 
 
@@ -266,7 +267,7 @@ def test_h50_engines_of_two_models_have_equal_shares(tmp_path: Path) -> None:
     store(first, chain("theirs", 24))
     with pytest.raises(TierError, match=rf"no room for one block.*capacity {capacity} bytes, \d+ claimed"):
         DiskTier.open(tmp_path, NAMESPACE, 16 * SLOT, capacity)
-    assert first.lookup(chain("theirs", 24)) == 24, "one that would get nothing takes nothing"
+    assert first.leading(chain("theirs", 24)) == 24, "one that would get nothing takes nothing"
     second = DiskTier.open(tmp_path, NAMESPACE, SLOT, capacity)
     for _ in range(2):
         first.tend()
@@ -297,8 +298,8 @@ def test_h26_a_failed_write_is_not_visible_and_gives_its_slots_back(
     with monkeypatch.context() as patch:
         patch.setattr(Slab, "pwritev", staticmethod(broken))
         for _ in range(30):
-            assert tier.put(KEYS, 2, filled(KEYS[2:])) == 0
-            assert tier.lookup(KEYS) == 2
+            assert store(tier, KEYS, 2) == 0
+            assert tier.leading(KEYS) == 2
         assert not tier.health().ok
         assert "Input/output error" in tier.health().reason
     assert caplog.text.count("cannot write") == 1
@@ -317,11 +318,11 @@ def test_h22_a_read_error_is_a_miss_and_the_block_is_not_promised_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(Slab, "preadv", staticmethod(broken))
-        assert tier.get(KEYS, 3, memory(5)) == 0
+        assert tier.get(KEYS[3:], memory(5)) == [False] * 5
         assert not tier.health().ok
         assert tier.counts().failed_reads == 1
         assert list(tier.scan()) == [], "a header table that cannot be read raises nothing either"
-    assert tier.lookup(KEYS) == 3 == served(tier, KEYS)
+    assert tier.leading(KEYS) == 3 == served(tier, KEYS)
     assert tier.health().ok
 
 
@@ -342,7 +343,7 @@ def test_lookup_does_not_wait_for_the_disk(tier: DiskTier, monkeypatch: pytest.M
 
         def looked() -> float:
             began = time.perf_counter()
-            assert tier.lookup(KEYS) == 8 == served(tier, KEYS)
+            assert tier.leading(KEYS) == 8 == served(tier, KEYS)
             return time.perf_counter() - began
 
         assert_ends_within(looked, 0.0, 0.02)
@@ -371,7 +372,7 @@ def test_a_block_that_is_deleted_while_it_is_written_stays_deleted(
         let_go.set()
         assert writing.result() == 3
     tier.check()
-    assert tier.lookup(KEYS) == 3 == verify_slab(slab_path(tmp_path)).records
+    assert tier.leading(KEYS) == 3 == verify_slab(slab_path(tmp_path)).records
     tier.close()
     tier = open_tier(tmp_path)
     assert served(tier, KEYS) == 3
@@ -394,7 +395,7 @@ def test_h21_closing_waits_with_the_file_for_reads_under_way(tmp_path: Path, mon
         reading = pool.submit(served, tier, KEYS)
         assert stuck.wait(20)
         tier.close()
-        assert tier.lookup(KEYS) == 0 == tier.put(KEYS, 0, filled(KEYS))
+        assert tier.leading(KEYS) == 0 == store(tier, KEYS)
         next_one = open_tier(tmp_path)
         with pytest.raises(TierError, match=r"the other engines of .* leave no room for a slab yet"):
             _ = next_one.slab
@@ -486,7 +487,7 @@ def test_h23_models_do_not_share_blocks(tmp_path: Path) -> None:
     mine = DiskTier.open(tmp_path, NAMESPACE, SLOT, 1 << 20)
     store(mine, KEYS)
     other = DiskTier.open(tmp_path, OTHER, SLOT, 3 << 20)
-    assert other.lookup(KEYS) == 0
+    assert other.leading(KEYS) == 0
     mine.close()
     other.close()
 
@@ -616,6 +617,6 @@ def test_verify_counts_what_no_lookup_reaches(tmp_path: Path) -> None:
     assert (report.records, report.sound, report.orphans, report.damaged) == (7, 7, 5, [])
     assert told == [(done, 7) for done in range(1, 8)]
     tier = open_tier(tmp_path)
-    assert tier.lookup(KEYS) == 2 == tier.capacity().blocks
+    assert tier.leading(KEYS) == 2 == tier.capacity().blocks
     tier.close()
     assert verify_slab(slab_path(tmp_path)).records == 2

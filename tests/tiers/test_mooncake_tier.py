@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from chain_calls import get_chain, put_chain
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.metrics import series
@@ -53,12 +54,12 @@ def open_tier(url: str) -> SharedTier:
 
 
 def put(tier: Tier, wanted: Document) -> int:
-    return tier.put(wanted.keys, 0, filled_buffers(wanted.keys, SLOT, 2))
+    return put_chain(tier, wanted.keys, filled_buffers(wanted.keys, SLOT, 2))
 
 
 def served(tier: Tier, wanted: Document) -> int:
     buffers = empty_buffers(len(wanted), SLOT, 2)
-    arrived = tier.get(wanted.keys, 0, buffers)
+    arrived = get_chain(tier, wanted.keys, buffers)
     for key, buffer in zip(wanted.keys[:arrived], buffers, strict=False):
         assert b"".join(buffer) == content(key, SLOT)
     return arrived
@@ -175,13 +176,13 @@ def test_two_engines_share_what_they_store(pool: MooncakePool) -> None:
         capture_output=True,
     )
     wanted = document("shared", 6)
-    assert tier.lookup(wanted.keys) == 6
+    assert tier.leading(wanted.keys) == 6
     assert served(tier, wanted) == 6
     assert {header.key for header in tier.scan()} == set(wanted.keys)
     other_team = open_tier(pool.url("others"))
-    assert other_team.lookup(wanted.keys) == 0
+    assert other_team.leading(wanted.keys) == 0
     other_team.clear()
-    assert tier.lookup(wanted.keys) == 6
+    assert tier.leading(wanted.keys) == 6
 
 
 def test_memory_that_an_engine_lends_is_a_place_for_blocks(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_a_pool_that_is_full_evicts_or_drops_and_serves_nothing_wrong(pool: Moon
     tier = open_tier(pool.url())
     documents = [document(f"document {number}", 8) for number in range(16)]
     stored = [put(tier, wanted) for wanted in documents]
-    held = [tier.lookup(wanted.keys) for wanted in documents]
+    held = [tier.leading(wanted.keys) for wanted in documents]
     assert 0 < sum(held) <= 64
     assert [served(tier, wanted) for wanted in documents] == held
     assert tier.counts().dropped_writes >= sum(8 - its for its in stored)
@@ -277,7 +278,7 @@ def test_a_master_that_is_killed_costs_misses_and_comes_back(pool: MooncakePool)
     assert put(tier, wanted) == 4
     pool.master.kill()
     pool.master.wait()
-    assert timed(lambda: tier.lookup(wanted.keys)) == 0
+    assert timed(lambda: tier.leading(wanted.keys)) == 0
     assert timed(lambda: served(tier, wanted)) == 0
     assert timed(lambda: put(tier, document("another", 2))) == 0
     for call in (lambda: tier.delete(wanted.keys), tier.clear):
@@ -301,8 +302,8 @@ def test_h21_a_master_that_hangs_costs_the_timeout_and_buffers_stay_untouched(po
     assert put(tier, wanted) == 4
     os.kill(pool.master.pid, signal.SIGSTOP)
     buffers = empty_buffers(4, SLOT, 2)
-    assert timed(lambda: tier.get(wanted.keys, 0, buffers)) == 0
-    assert timed(lambda: tier.lookup(wanted.keys)) == 0
+    assert timed(lambda: get_chain(tier, wanted.keys, buffers)) == 0
+    assert timed(lambda: tier.leading(wanted.keys)) == 0
     for _ in range(mooncake.GIVEN_UP_CALLS - 2):
         threading.Thread(target=tier.lookup, args=(wanted.keys,), daemon=True).start()
     time.sleep(1.2 * TIMEOUT)
@@ -386,7 +387,7 @@ def test_without_the_metrics_port_all_but_listing_works(pool: MooncakePool) -> N
     with pytest.raises(StoreError, match=rf"metrics port 127.0.0.1:{nobody} does not answer .* \?metrics=PORT"):
         list(tier.store.names(GROUP))
     tier.clear()
-    assert tier.lookup(wanted.keys) == 0
+    assert tier.leading(wanted.keys) == 0
 
 
 def test_a_master_that_is_not_there_is_refused_at_once() -> None:

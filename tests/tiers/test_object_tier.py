@@ -18,6 +18,7 @@ import obstore
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from chain_calls import get_chain, put_chain
 from hook_time import assert_ends_within
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
@@ -182,14 +183,15 @@ def scene(s3: Traffic) -> Iterator[Scene]:
 
 
 def stored(tier: SharedTier, wanted: Document = DOCUMENT, start: int = 0, end: int = 8) -> int:
-    return tier.put(wanted.keys, start, filled_buffers(wanted.keys[start:end], SLOT, 2))
+    keys = wanted.keys[start:end]
+    return put_chain(tier, keys, filled_buffers(keys, SLOT, 2), wanted.keys[:start])
 
 
 def served(tier: SharedTier, wanted: Document = DOCUMENT, start: int = 0, end: int = 8) -> int:
     """How many blocks are served; each of them is itself."""
     end = min(end, len(wanted))
     buffers = empty_buffers(end - start, SLOT, 2)
-    arrived = tier.get(wanted.keys, start, buffers)
+    arrived = get_chain(tier, wanted.keys[start:end], buffers, wanted.keys[:start])
     for key, buffer in zip(wanted.keys[start : start + arrived], buffers, strict=False):
         assert b"".join(buffer) == content(key, SLOT)
     return arrived
@@ -247,10 +249,10 @@ def test_a_long_prompt_is_looked_up_in_few_rounds(scene: Scene) -> None:
     assert len(scene.packs()) == 16
     tier = scene.tier()
     with scene.traffic.counted() as requests:
-        assert tier.lookup(wanted.keys) == 64
+        assert tier.leading(wanted.keys) == 64
     assert len(requests) == 16
     with scene.traffic.counted() as requests:
-        assert tier.lookup(document("never stored", 64).keys) == 0
+        assert tier.leading(document("never stored", 64).keys) == 0
     assert len(requests) == 1
 
 
@@ -269,13 +271,14 @@ def test_prompts_that_begin_alike_share_a_head(scene: Scene) -> None:
 def test_two_that_write_prompts_that_begin_alike_at_once_lose_nothing(scene: Scene) -> None:
     """The second one has looked before the first one wrote: its object is refused, and only what differs is stored."""
     first, second = scene.tier(), scene.tier()
+    assert isinstance(second.store, ObjectStore)
     names = [scene.name(block, BRANCH) for block in range(6)]
     stored(first)
     records: list[RecordPieces] = [[bytes([block]) * 10] for block in range(6)]
-    second.store.write(names, records)
+    second.store.write_pack(names, records)
     assert list(scene.packs()[scene.name(3, BRANCH)]) == names[3:]
     assert served(second) == 8
-    assert second.store.exists(names) == [True] * 6
+    assert second.store.leading(names) == 6
 
 
 def test_a_removed_block_is_gone_and_its_neighbours_in_the_object_stay(scene: Scene) -> None:
@@ -322,7 +325,7 @@ def test_h10_a_server_that_stays_ill_is_a_miss_in_time(scene: Scene, status: int
     stored(scene.tier())
     tier = scene.tier("600ms")
     calls: dict[Callable[[], int], float] = {
-        lambda: tier.lookup(DOCUMENT.keys): 0.9,
+        lambda: tier.leading(DOCUMENT.keys): 0.9,
         lambda: served(tier): 0.9,
         lambda: stored(tier): 1.5,  # it looks what is there first, and then writes
     }
@@ -343,10 +346,10 @@ def seconds_of_a_miss(call: Callable[[], int]) -> float:
 def test_h10_a_delayed_answer_is_waited_for_no_longer_than_the_timeout(scene: Scene) -> None:
     stored(scene.tier())
     tier = scene.tier("500ms")
-    assert tier.lookup(DOCUMENT.keys) == 8
+    assert tier.leading(DOCUMENT.keys) == 8
     buffers = empty_buffers(8, SLOT, 2)
     with scene.traffic.spoiled(lambda request: Spoiled(delay_s=5.0)):
-        assert_ends_within(lambda: seconds_of_a_miss(lambda: tier.get(DOCUMENT.keys, 0, buffers)), 0.45, 0.75)
+        assert_ends_within(lambda: seconds_of_a_miss(lambda: get_chain(tier, DOCUMENT.keys, buffers)), 0.45, 0.75)
     assert all(not any(piece) or bytes(piece) == bytes([CANARY]) * len(piece) for buffer in buffers for piece in buffer)
     assert "0.5 s" in tier.health().reason
     assert served(tier) == 8
@@ -355,7 +358,7 @@ def test_h10_a_delayed_answer_is_waited_for_no_longer_than_the_timeout(scene: Sc
 def test_h31_a_body_that_is_cut_is_a_miss(scene: Scene) -> None:
     stored(scene.tier())
     tier = scene.tier("1s")
-    assert tier.lookup(DOCUMENT.keys) == 8
+    assert tier.leading(DOCUMENT.keys) == 8
     with scene.traffic.spoiled(lambda request: Spoiled(part=0.5)):
         assert served(tier) == 0
     assert tier.counts().damaged == 0
@@ -409,7 +412,7 @@ def test_h80_a_forged_table_is_a_miss(scene: Scene, entry: bytes) -> None:
     checksum = struct.pack("<Q", xxh3_64_intdigest(head + entry))
     overwrite(scene.store, scene.name(0), head + checksum + entry)
     tier = scene.tier()
-    assert (tier.lookup(DOCUMENT.keys), served(tier), list(tier.scan())) == (0, 0, [])
+    assert (tier.leading(DOCUMENT.keys), served(tier), list(tier.scan())) == (0, 0, [])
     assert (stored(tier), served(scene.tier())) == (8, 8)
 
 
@@ -451,7 +454,7 @@ def test_credentials_that_end_later_are_a_miss_and_never_shown(scene: Scene, cap
     stored(scene.tier())
     tier = scene.tier()
     with scene.traffic.spoiled(lambda request: Spoiled(403, "ExpiredToken")):
-        assert (tier.lookup(DOCUMENT.keys), served(tier), stored(tier)) == (0, 0, 0)
+        assert (tier.leading(DOCUMENT.keys), served(tier), stored(tier)) == (0, 0, 0)
         said = tier.health().reason + caplog.text
     assert "HTTP 403 (ExpiredToken)" in said
     assert ACCESS_KEY not in said
@@ -461,7 +464,7 @@ def test_credentials_that_end_later_are_a_miss_and_never_shown(scene: Scene, cap
 
 def test_a_server_that_is_away_does_not_keep_the_engine_from_starting(s3: Traffic) -> None:
     tier = SharedTier(s3_store("http://127.0.0.1:1", "bucket/x", "300ms"), NAMESPACE, SLOT)
-    assert tier.lookup(DOCUMENT.keys) == 0
+    assert tier.leading(DOCUMENT.keys) == 0
     assert not tier.health().ok
 
 

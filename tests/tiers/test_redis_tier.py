@@ -20,6 +20,7 @@ from urllib.parse import quote
 import pytest
 import redis
 
+from chain_calls import get_chain, put_chain
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordMac, Tier
@@ -200,13 +201,13 @@ def opened(url: str, slot_bytes: int = SLOT) -> SharedTier:
 
 
 def stored(tier: SharedTier, wanted: Document = DOCUMENT) -> int:
-    return tier.put(wanted.keys, 0, filled_buffers(wanted.keys, _slot(tier), 2))
+    return put_chain(tier, wanted.keys, filled_buffers(wanted.keys, _slot(tier), 2))
 
 
 def served(tier: SharedTier, wanted: Document = DOCUMENT) -> int:
     """How many blocks are served; each of them is itself, and no other buffer is written to later."""
     buffers = empty_buffers(len(wanted), _slot(tier), 2)
-    arrived = tier.get(wanted.keys, 0, buffers)
+    arrived = get_chain(tier, wanted.keys, buffers)
     for key, buffer in zip(wanted.keys[:arrived], buffers, strict=False):
         assert b"".join(buffer) == content(key, _slot(tier))
     return arrived
@@ -253,7 +254,7 @@ def test_valkey_is_what_is_tested_under_this_name_and_its_clusters_too(tmp_path:
         with closing(opened(f"redis+cluster://{nodes[0].address}")) as tier:
             assert (stored(tier), served(tier)) == (12, 12)
         with closing(opened(f"redis+cluster://{nodes[2].address}")) as other:
-            assert (other.lookup(DOCUMENT.keys), served(other)) == (12, 12)
+            assert (other.leading(DOCUMENT.keys), served(other)) == (12, 12)
             assert other.delete(DOCUMENT.keys[5:]) == 7
             assert served(other) == 5
 
@@ -275,7 +276,7 @@ def test_a_rotated_password_is_taken_from_its_file_without_a_restart(
         with server.client() as client:
             client.config_set("requirepass", "the second secret")
             client.client_kill_filter(_type="normal", skipme=True)
-        assert (served(tier), tier.lookup(DOCUMENT.keys), stored(tier)) == (0, 0, 0)
+        assert (served(tier), tier.leading(DOCUMENT.keys), stored(tier)) == (0, 0, 0)
         assert not tier.health().ok
         assert "refuses the user or the password" in tier.health().reason
         file.write_text("the second secret\n")
@@ -390,7 +391,7 @@ def test_a_server_that_is_full_and_evicts_nothing_takes_what_fits(tmp_path: Path
         assert (tier.health().ok, tier.counts().dropped_writes > 0) == (False, True)
         assert "OOM" in tier.health().reason
         for wanted in documents:
-            assert served(tier, wanted) == tier.lookup(wanted.keys)
+            assert served(tier, wanted) == tier.leading(wanted.keys)
         assert served(tier, documents[0]) == 12
 
 
@@ -398,14 +399,14 @@ def test_a_server_that_is_killed_and_restarted_is_used_again(tmp_path: Path) -> 
     with redis_server(tmp_path) as server, closing(opened(f"redis://{server.address}")) as tier:
         assert (stored(tier), served(tier)) == (12, 12)
         server.kill()
-        assert (served(tier), stored(tier), tier.lookup(DOCUMENT.keys)) == (0, 0, 0)
+        assert (served(tier), stored(tier), tier.leading(DOCUMENT.keys)) == (0, 0, 0)
         assert "Connection refused" in tier.health().reason
         server.start()
         assert (served(tier), stored(tier), served(tier)) == (0, 12, 12)
         assert tier.health().ok
         server.kill()
         server.start()
-        assert (tier.lookup(DOCUMENT.keys), tier.health().ok) == (0, True), "a connection of old times fails no call"
+        assert (tier.leading(DOCUMENT.keys), tier.health().ok) == (0, True), "a connection of old times fails no call"
 
 
 def test_h21_a_server_that_stops_costs_one_timeout_and_writes_into_no_buffer_later(tmp_path: Path) -> None:
@@ -415,9 +416,9 @@ def test_h21_a_server_that_stops_costs_one_timeout_and_writes_into_no_buffer_lat
         arrived: list[int] = []
         server.pause()
         for _ in range(2):  # a connection that is there, and a new one
-            assert seconds(lambda: arrived.append(tier.get(DOCUMENT.keys, 0, buffers))) < 1.0
-        assert seconds(lambda: arrived.append(tier.lookup(DOCUMENT.keys))) < 1.0
-        assert seconds(lambda: arrived.append(tier.put(DOCUMENT.keys, 0, buffers))) < 1.5
+            assert seconds(lambda: arrived.append(get_chain(tier, DOCUMENT.keys, buffers))) < 1.0
+        assert seconds(lambda: arrived.append(tier.leading(DOCUMENT.keys))) < 1.0
+        assert seconds(lambda: arrived.append(put_chain(tier, DOCUMENT.keys, buffers))) < 1.5
         assert arrived == [0, 0, 0, 0]
         assert "no answer within 0.3 s" in tier.health().reason or "Timeout" in tier.health().reason
         give_back(buffers)
@@ -431,7 +432,7 @@ def test_many_blocks_are_looked_up_in_one_round_trip(server: RedisServer) -> Non
         assert stored(tier, DOCUMENT) == 12
         longer = DOCUMENT.branch("longer", 12, 5000)
         before = client.info("stats")["total_reads_processed"]
-        assert tier.lookup(longer.keys) == 12
+        assert tier.leading(longer.keys) == 12
         reads = client.info("stats")["total_reads_processed"] - before
         assert reads < 100, "a server reads 5000 commands in pieces of 16 KiB, not one by one"
 
@@ -441,7 +442,7 @@ def test_what_was_flushed_is_a_miss(server: RedisServer) -> None:
         assert stored(tier) == 12
         with server.client() as client:
             client.flushall()
-        assert (tier.lookup(DOCUMENT.keys), served(tier), tier.counts().damaged, tier.health().ok) == (0, 0, 0, True)
+        assert (tier.leading(DOCUMENT.keys), served(tier), tier.counts().damaged, tier.health().ok) == (0, 0, 0, True)
         assert (stored(tier), served(tier)) == (12, 12)
 
 
@@ -512,7 +513,7 @@ def test_h31_a_connection_that_is_cut_within_a_value_is_a_miss(proxy: Proxy, par
         for limit in (3, 300, 5 * SLOT + 1000, 12 * SLOT + 100):
             proxy.limit = limit
             buffers = empty_buffers(12, SLOT)
-            assert tier.get(DOCUMENT.keys, 0, buffers) == 0
+            assert get_chain(tier, DOCUMENT.keys, buffers) == 0
             assert (tier.health().ok, tier.counts().damaged) == (False, 0)
             give_back(buffers)
             proxy.limit = sys.maxsize
@@ -526,7 +527,7 @@ def test_h21_a_value_that_trickles_ends_with_its_call(proxy: Proxy) -> None:
         assert stored(tier) == 12
         proxy.pause = 0.01
         buffers = empty_buffers(12, SLOT)
-        assert seconds(lambda: tier.get(DOCUMENT.keys, 0, buffers)) < 1.0
+        assert seconds(lambda: get_chain(tier, DOCUMENT.keys, buffers)) < 1.0
         assert "no answer within 0.4 s" in tier.health().reason
         give_back(buffers)
         proxy.pause = 0.0
@@ -544,7 +545,7 @@ def test_a_server_that_speaks_something_else_is_an_error_and_no_crash(answer: by
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=speak, args=(listener,), daemon=True).start()
         with closing(opened(f"redis://127.0.0.1:{listener.getsockname()[1]}?timeout=0.2")) as tier:
-            tier.lookup(DOCUMENT.keys), stored(tier)
+            tier.leading(DOCUMENT.keys), stored(tier)
             with pytest.raises(TierError):
                 tier.delete(DOCUMENT.keys)
             assert (served(tier), list(tier.scan()), tier.health().ok) == (0, [], False)
@@ -561,7 +562,7 @@ def test_a_split_record_that_lost_a_part_is_not_there_and_the_next_write_mends_i
         assert len(parts) == 12 * 5  # header and block need a fifth
         for part in sorted(parts)[:: len(parts)]:
             client.delete(part)
-        held = tier.lookup(DOCUMENT.keys)
+        held = tier.leading(DOCUMENT.keys)
         assert held < 12
         assert (served(tier), tier.counts().damaged) == (held, 0)
         assert (stored(tier), served(tier)) == (12, 12)
@@ -609,7 +610,7 @@ def test_the_parts_of_a_writer_that_died_are_never_seen_and_expire(
         monkeypatch.setattr(Connection, "send", die_before_the_heads)
         with pytest.raises(Died):
             stored(tier)
-        assert tier.lookup(DOCUMENT.keys) == 0
+        assert tier.leading(DOCUMENT.keys) == 0
         left = client.keys("kvpact-part:*")
         assert sum(0 < client.ttl(part) <= ORPHAN_SECONDS for part in left) == 12 * 5
 
@@ -701,7 +702,7 @@ def test_a_master_of_a_cluster_that_is_killed_costs_bounded_time_until_it_is_bac
         assert stored(tier) == 12
         cluster[0].kill()
         try:
-            assert seconds(lambda: (tier.lookup(DOCUMENT.keys), served(tier), stored(tier))) < 6
+            assert seconds(lambda: (tier.leading(DOCUMENT.keys), served(tier), stored(tier))) < 6
             assert not tier.health().ok
         finally:
             cluster[0].start()
@@ -768,6 +769,6 @@ def test_two_engines_write_at_once_and_every_record_verifies(server: RedisServer
     with closing(opened(url)) as tier:
         for number in range(12):
             wanted = document(f"of both {number}", 8)
-            assert served(tier, wanted) == tier.lookup(wanted.keys)
+            assert served(tier, wanted) == tier.leading(wanted.keys)
         assert tier.counts().damaged == 0
         assert all(record.nbytes == HEADER_BYTES + SLOT for record in tier.store.names() if key_of(record.name))

@@ -20,7 +20,7 @@ from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.tier import DiskTier
-from slab_scenes import capacity_for, chain, files_in, filled, open_tier, served
+from slab_scenes import capacity_for, chain, files_in, open_tier, served, store
 
 TRUNK = chain("trunk", 8)
 CHAINS = [TRUNK, chain("branch", 9, TRUNK[:3]), chain("alone", 7)]
@@ -111,28 +111,28 @@ class ReplicaMachine(RuleBasedStateMachine):
         end = data.draw(st.integers(1, len(keys)), label="end")
         start = tier.put_start(keys[:end])
         if start < end:
-            stored = self.do(tier, lambda tier: tier.put(keys[:end], start, filled(keys[start:end])), writes, torn)
+            stored = self.do(tier, lambda tier: store(tier, keys[:end], start), writes, torn)
             for refused in self.refused.values():
                 refused.difference_update(keys[start:end])
             if stored:
-                assert tier.lookup(keys) >= start + stored
+                assert tier.leading(keys) >= start + stored
 
     @precondition(lambda self: self.tiers)
     @rule(number=engines, keys=chains)
     def get(self, number: int, keys: list[bytes]) -> None:
         tier = self.tier(number)
-        held = tier.lookup(keys)
+        held = tier.leading(keys)
         assert served(tier, keys) <= held
         assert self.refused[tier].isdisjoint(keys[:held])
         assert tier.counts().damaged == tier.counts().failed_reads == 0
         tier.tend()
-        assert served(tier, keys) == tier.lookup(keys), "what it has looked for is there"
+        assert served(tier, keys) == tier.leading(keys), "what it has looked for is there"
 
     @precondition(lambda self: self.tiers)
     @rule(number=engines, keys=chains, data=st.data(), writes=writes)
     def delete(self, number: int, keys: list[bytes], data: st.DataObject, writes: int | None) -> None:
         tier, block = self.tier(number), data.draw(st.integers(0, len(keys) - 1), label="block")
-        known = {key for each in CHAINS for key in each[: tier.lookup(each)]}
+        known = {key for each in CHAINS for key in each[: tier.leading(each)]}
         if self.do(tier, lambda tier: tier.delete([keys[block]]), writes) is not None:
             gone = {key for each in CHAINS if keys[block] in each for key in each[each.index(keys[block]) :]}
             self.refused[tier] |= gone & known
@@ -154,8 +154,8 @@ class ReplicaMachine(RuleBasedStateMachine):
             for keys in CHAINS:
                 most = max(other.put_start(keys) for other in self.tiers)
                 wanted = next((at for at in range(most) if keys[at] in self.deleted[tier]), most)
-                assert tier.lookup(keys) >= wanted, "all see what each has"
-                assert served(tier, keys) == tier.lookup(keys)
+                assert tier.leading(keys) >= wanted, "all see what each has"
+                assert served(tier, keys) == tier.leading(keys)
             with suppress(TierError):  # it has no slab yet
                 assert verify_slab(tier.slab.path).records == tier.capacity().blocks, "it drops what it evicts on disk"
         for path in self.directory.glob("kvpact/*.slab"):

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from chain_calls import get_chain, put_chain
 from kvpact.cache.prefetch import READ_BYTES
 from kvpact.identity.keys import Namespace
+from kvpact.tiers.base import Entry
 from kvpact.tiers.shared import tier as shared
 from kvpact.tiers.shared.store import RecordBuffer
 from kvpact.tiers.shared.tier import GROUP_BYTES, SharedTier
@@ -41,8 +43,8 @@ def test_a_group_is_as_many_blocks_as_fit_without_their_headers(
     monkeypatch.setattr(shared, "GROUP_BYTES", 4 * SLOT)
     tier = SharedTier(store, Namespace({"test": "groups"}), SLOT)
     keys, buffers = DOCUMENT.keys[:blocks], empty_buffers(blocks, SLOT)
-    assert tier.put(keys, 0, filled_buffers(keys, SLOT)) == blocks
-    assert tier.get(keys, 0, buffers) == blocks
+    assert put_chain(tier, keys, filled_buffers(keys, SLOT)) == blocks
+    assert get_chain(tier, keys, buffers) == blocks
     assert [b"".join(buffer) for buffer in buffers] == [content(key, SLOT) for key in keys]
     assert store.reads == reads
 
@@ -53,8 +55,8 @@ def test_blocks_without_bytes_are_bounded_by_their_headers(
     monkeypatch.setattr(shared, "GROUP_BYTES", 1024)
     tier = SharedTier(store, Namespace({"test": "groups"}), SLOT)
     keys = document("empty", 6).keys
-    assert all(tier.put_each(keys, [[memoryview(b"")]] * 6))
-    assert all(tier.get_each(keys, [[memoryview(bytearray())]] * 6))
+    assert all(tier.put([Entry(key, [memoryview(b"")]) for key in keys]))
+    assert all(tier.get(keys, [[memoryview(bytearray())]] * 6))
     assert store.reads == [4, 2]
 
 

@@ -13,7 +13,6 @@ from kvpact.tiers.disk.inspection import verify_slab
 from slab_scenes import (
     SLOT,
     chain,
-    filled,
     header_at,
     open_tier,
     overwrite,
@@ -111,10 +110,10 @@ def test_h22_damaged_payload_is_a_miss_counted_and_never_asked_again(
     torn_records = verify_slab(slab_path(tmp_path)).torn
     assert torn_records in (1, 2)
     tier = open_tier(tmp_path)
-    assert tier.lookup(KEYS) == 8, "payloads are not read on a restart"
+    assert tier.leading(KEYS) == 8, "payloads are not read on a restart"
     assert served(tier, KEYS) == HIT
     assert tier.counts().damaged == 1
-    assert tier.lookup(KEYS) == HIT == served(tier, KEYS), "what is damaged goes with all that needs it"
+    assert tier.leading(KEYS) == HIT == served(tier, KEYS), "what is damaged goes with all that needs it"
     assert {header.key for header in tier.scan()} == set(KEYS[:HIT]), "on disk as well"
     assert store(tier, KEYS) == 8 == served(tier, KEYS), "and can be stored anew"
     tier.check()
@@ -130,7 +129,7 @@ def test_h22_damaged_header_is_found_on_restart(tmp_path: Path, damage: Callable
     assert report.torn == 0
     assert all(record.key == "" and record.reason for record in report.damaged)
     tier = open_tier(tmp_path)
-    assert tier.lookup(KEYS) == HIT == served(tier, KEYS)
+    assert tier.leading(KEYS) == HIT == served(tier, KEYS)
     assert tier.counts().damaged == len(report.damaged)
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
     tier.close()
@@ -152,7 +151,7 @@ def test_h22_damage_under_an_open_slab_is_a_miss(tmp_path: Path, damage: Callabl
 def test_h22_a_file_cut_off_in_its_tables_starts_empty_or_short(tmp_path: Path, keep: int) -> None:
     damage_closed_slab(tmp_path, lambda path, slot, other: os.truncate(path, keep))
     tier = open_tier(tmp_path)
-    assert tier.lookup(KEYS) == 0
+    assert tier.leading(KEYS) == 0
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
     tier.close()
 
@@ -160,7 +159,7 @@ def test_h22_a_file_cut_off_in_its_tables_starts_empty_or_short(tmp_path: Path, 
 def test_h22_a_file_cut_off_in_its_payloads_keeps_what_is_left(tmp_path: Path) -> None:
     damage_closed_slab(tmp_path, lambda path, slot, other: os.truncate(path, payload_at(path, slot) + 100))
     tier = open_tier(tmp_path)
-    assert tier.lookup(KEYS) == HIT == served(tier, KEYS)
+    assert tier.leading(KEYS) == HIT == served(tier, KEYS)
     assert tier.counts().damaged == 8 - HIT
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
     tier.close()
@@ -183,7 +182,7 @@ def test_h22_a_damaged_superblock_costs_the_slab_and_nothing_else(
         verify_slab(slab_path(tmp_path))
     tier = open_tier(tmp_path)
     assert "damaged superblock: its checksum does not match; starting an empty one" in caplog.text
-    assert tier.lookup(KEYS) == 0
+    assert tier.leading(KEYS) == 0
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
     tier.close()
 
@@ -202,7 +201,7 @@ def test_h22_damage_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_h20_a_hole_ends_the_answer_and_late_hits_do_not_count(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
-    assert tier.put(KEYS, 2, filled(KEYS[2:])) == 0, "blocks 0 and 1 are not held, so nothing behind them is"
+    assert store(tier, KEYS, 2) == 0, "blocks 0 and 1 are not held, so nothing behind them is"
     store(tier, KEYS)
     flipped_first_byte(slab_path(tmp_path), slot_of(tier, KEYS[0]), 0)
     assert served(tier, KEYS) == 0, "seven sound blocks behind a damaged first one are no hit"

@@ -67,7 +67,7 @@ def kill_and_check(directory: Path, slots: int, seed: int, monkeypatch: pytest.M
     blocks = 0
     for name in NAMES:
         keys = chain(name, 24)
-        held = tier.lookup(keys)
+        held = tier.leading(keys)
         assert served(tier, keys) == held, "what the index promises is there, identical"
         blocks += held
     assert report.sound - report.orphans == tier.capacity().blocks

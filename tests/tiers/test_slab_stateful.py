@@ -18,13 +18,13 @@ from kvpact.tiers.disk.tier import DiskTier
 from slab_scenes import (
     capacity_for,
     chain,
-    filled,
     open_tier,
     overwrite,
     payload_at,
     served,
     slab_path,
     slot_of,
+    store,
 )
 
 TRUNK = chain("trunk", 8)
@@ -102,7 +102,7 @@ class SlabMachine(RuleBasedStateMachine):
         end = data.draw(st.integers(start + 1, len(keys)), label="end")
         before = set(self.held)
         try:
-            stored = self.tier.put(keys, start, filled(keys[start:end]))
+            stored = store(self.tier, keys[:end], start)
         except Killed:
             self.recover(may_be_held=before | set(keys[start:end]), must_be_held=before)
             return
@@ -153,11 +153,11 @@ class SlabMachine(RuleBasedStateMachine):
         self.tier.slab.close()
         self.death.dead, self.death.writes_left = False, None
         self.tier = self.reopened()
-        now = {key for keys in CHAINS for key in keys[: self.tier.lookup(keys)]}
+        now = {key for keys in CHAINS for key in keys[: self.tier.leading(keys)]}
         assert now <= may_be_held, "a block appeared that was never stored"
         self.must_be_held(must_be_held, now)
         for keys in CHAINS:
-            assert served(self.tier, keys) == self.tier.lookup(keys), "a kill leaves nothing damaged to be found late"
+            assert served(self.tier, keys) == self.tier.leading(keys), "a kill leaves nothing damaged to be found late"
         self.held = now
 
     def must_be_held(self, expected: set[bytes], now: set[bytes]) -> None:
@@ -180,7 +180,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.tier.check()
         assert slab_path(self.directory).stat().st_size <= capacity_for(self.slots)
         for keys in CHAINS:
-            assert self.tier.lookup(keys) == self.prefix(keys)
+            assert self.tier.leading(keys) == self.prefix(keys)
         if not self.death.dead:
             report = verify_slab(slab_path(self.directory))
             assert not report.damaged
@@ -194,12 +194,12 @@ class EvictingMachine(SlabMachine):
     @initialize()
     def start(self) -> None:
         self.tier = self.reopened()
-        self.tier.put(TRUNK, 0, filled(TRUNK))
+        store(self.tier, TRUNK)
         self.stored(TRUNK, 0, 8, 5)
 
     def stored(self, keys: list[bytes], start: int, end: int, stored: int) -> None:
         assert stored <= end - start
-        self.held = {key for keys in CHAINS for key in keys[: self.tier.lookup(keys)]}
+        self.held = {key for keys in CHAINS for key in keys[: self.tier.leading(keys)]}
         assert len(self.held) <= self.slots
 
     def must_be_held(self, expected: set[bytes], now: set[bytes]) -> None:

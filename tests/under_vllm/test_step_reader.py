@@ -15,6 +15,7 @@ from kvpact.config import load_config
 from kvpact.contract import StoreRead
 from kvpact.identity.keys import BlockKeys, Namespace, RequestIdentity
 from kvpact.ranges import BlockRange
+from kvpact.tiers.base import chained
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import OpId
 from kvpact.tiers.registry import TierContext, open_tier
@@ -48,7 +49,7 @@ class Store:
         for url, blocks in zip(self.config.tiers, held, strict=True):
             tier = open_tier(url, TierContext(NAMESPACE, sum(RANKS)))
             buffers = [[memoryview(part_of(block, rank)) for rank in (0, 1)] for block in range(blocks)]
-            assert tier.put(KEYS[:blocks], 0, buffers) == blocks
+            assert all(tier.put(chained(KEYS[:blocks], buffers)))
             tier.close()
         # The scheduler's half counts its tiers from 5 here, so that the two numbers cannot be mixed up.
         tiers = tuple((5 + number, number) for number in range(len(held)))

@@ -10,9 +10,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.key_table import FEW, Names, may_repeat
+from kvpact.index.key_table import FEW, Names, RowArray, may_repeat
 from kvpact.index.links import NONE, selection
 from kvpact.index.links import ROOT as ROOT
 from kvpact.index.restoring import Restoring
@@ -86,6 +89,24 @@ class BlockIndex(Restoring):
             self.slot(wanted[int(rows.argmin())])
         slots: list[int] = rows.tolist()
         return slots
+
+    def find_each(self, keys: Sequence[BlockKey]) -> RowArray:
+        """The slot of each block, `NONE` where it is unknown."""
+        if len(keys) < FEW:
+            return np.array([self._row(key) for key in keys], np.int64)
+        return self._keys.find_each(self._keys.names(keys))
+
+    def held_slots(self, keys: Sequence[BlockKey]) -> RowArray:
+        """The slot of each block that may be served, `NONE` for the others."""
+        slots = self.find_each(keys)
+        slots[self._state_each[slots] != HELD] = NONE
+        return slots
+
+    def ends(self, slots: RowArray) -> NDArray[np.bool_]:
+        """Which of the known blocks in `slots` are not followed by the one that comes next there."""
+        ends = np.ones(len(slots), np.bool_)
+        ends[:-1] = self._parent_each[slots[1:]] != slots[:-1]
+        return ends
 
     def chain(self, key: BlockKey) -> list[BlockKey]:
         """The known block `key` and all before it, the first one first; of `ROOT` none. O(n).
@@ -165,6 +186,14 @@ class BlockIndex(Restoring):
         count = len(free) + self._evictable[slot_class]
         self._release(row)
         return count
+
+    def make_room(self, slots: int) -> tuple[tuple[BlockKey, int], ...]:
+        """Evict until so many slots of the chains' class are free, or nothing more can go; returns (key, slot) of each.
+
+        Blocks that are reserved one by one get neighbouring slots then.
+        """
+        most = len(self.space.free[self._chain_class]) + self._evictable[self._chain_class]
+        return self._make_room(min(slots, most), self._chain_class) or ()
 
     def reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> Reservation | None:
         """Slots for `keys[start:end]` of the chain `keys`, all or none; None, and nothing changed, if there is no room.

@@ -143,7 +143,8 @@ def chained(keys: Sequence[BlockKey], start: int, end: int) -> list[Block]:
 class RecordHeader:
     """What a store knows of one block without reading its payload.
 
-    `parent` is the key of the block before it, b"" for a request's first. `depth` is the block's index in its request.
+    `parent` is the key of the block without which it is of no use, b"" for none. `depth` is its number in its prompt,
+    with a parent at least 1.
     `length` is the payload's size in bytes and `digest` 16 bytes over it, by the record's seal. Times are seconds since
     1970. `epoch` says of which weights the block is (`kvpact.identity.epochs`), as its key does, and `run` which
     opening of a tier wrote it. `slot` is the record's position in its slab, so that a header found at another position
@@ -225,10 +226,9 @@ class RecordHeader:
             raise RecordError(f"payload of {its_length} bytes; the largest has {max_length}")
         if run in refuted:
             raise RecordError("written by an engine that later found its copies of KV to be wrong")
-        root = parent == _ROOT_PARENT
-        if root != (depth == 0):
-            raise RecordError(f"depth {depth} does not fit its parent {parent.hex()[:16]}")
-        before = b"" if root else parent
+        before = b"" if parent == _ROOT_PARENT else parent
+        if before and depth == 0:
+            raise RecordError(f"depth 0 does not fit its parent {parent.hex()[:16]}")
         return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch), run)
 
 
@@ -249,7 +249,7 @@ def sound_in_slab(
         & (headers["slot"] == slots.astype(np.uint64))
         & (headers["length"] <= max_length)
         & (headers["namespace"] == np.frombuffer(namespace, "<u8")).all(axis=1)
-        & ((headers["depth"] == 0) != headers["parent"].any(axis=1))
+        & ((headers["depth"] != 0) | ~headers["parent"].any(axis=1))
         & ~headers["seal"].any(axis=1)
     )
     for run in refuted:

@@ -142,8 +142,8 @@ class StepReader:
             number = min(left, max(1, READ_BYTES // self._block_bytes), client.room)
             walk.buffers = self._new_buffers(number) if client.may_read(now) else []
             walk.op_id = next(self._tickets)
-            keys = walk.wanted.keys[: walk.at + number]
-            if walk.buffers and client.submit_get(walk.op_id, keys, walk.at, walk.buffers, now):
+            before, keys = walk.wanted.keys[: walk.at], walk.wanted.keys[walk.at : walk.at + number]
+            if walk.buffers and client.submit_get(walk.op_id, keys, walk.buffers, now, before=before):
                 self._walks[walk.op_id] = walk
                 return
             if not number and any(other.tier == walk.tier for other in self._walks.values()):
@@ -167,8 +167,8 @@ class StepReader:
                 walk = self._walks.pop(done.op_id, None)
                 if walk is not None:
                     asked = len(walk.buffers)
-                    self._take(walk, source, done.arrived)
-                    walk.tier += done.arrived < asked
+                    self._take(walk, source, done.in_a_row)
+                    walk.tier += done.in_a_row < asked
                     crowded, self._crowded = self._crowded, []
                     for ready in (walk, *crowded):
                         self._go_on(ready)

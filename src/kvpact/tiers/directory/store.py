@@ -13,17 +13,19 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from kvpact.errors import TierError
 from kvpact.own_files import Access, NotOurs, OwnFolder
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.directory import BACKEND, files
 from kvpact.tiers.directory.quota import CONTROL, Quota
-from kvpact.tiers.record import parent_in
+from kvpact.tiers.record import FIELDS
 from kvpact.tiers.shared.store import (
     RecordBuffer,
     RecordPieces,
@@ -31,6 +33,7 @@ from kvpact.tiers.shared.store import (
     StoredRecord,
     StoreError,
     StoreUsage,
+    key_of,
     record_name,
 )
 from kvpact.tiers.urls import TierURL
@@ -41,7 +44,6 @@ _STEP_NS: Final = 1_000
 """How much older than its parent a record looks at least: the finest step that all file systems with more than whole
 seconds keep."""
 
-_NEVER_NS: Final = 2**63
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -91,24 +93,27 @@ class DirectoryStore(RecordStore):
     # Records
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """See `RecordStore`. The unbroken run from the first name counts as used."""
+        """See `RecordStore`. Each that is there counts as used, a little before the one that is named before it."""
         found: list[bool] = []
-        latest = None if self._for_tool else time.time_ns()
+        latest: int | None = None
         with self._reported("read"):
             for name in names:
                 status = files.status(self.path_of(name))
                 found.append(status is not None and status.st_size > 0)
-                if latest is not None:
-                    latest = self._touch(name, status.st_mtime_ns, latest) if status and found[-1] else None
+                if status and found[-1] and not self._for_tool:
+                    latest = self._touch(name, status.st_mtime_ns, latest)
         return found
 
-    def exists_each(self, names: Sequence[str]) -> list[bool]:
-        """See `RecordStore`. Each that is there counts as used."""
-        return [there for name in names for there in self.exists([name])]
+    def _touch(self, name: str, used_ns: int, latest_ns: int | None) -> int:
+        """Note that a record is used, as recently as `latest_ns` at most; what the next one's time may be at most.
 
-    def _touch(self, name: str, used_ns: int, latest_ns: int) -> int:
-        """Note that a record is used, as recently as `latest_ns` at most; what the next one's time may be at most."""
-        if used_ns > latest_ns or (used_ns < latest_ns and time.time_ns() - used_ns > self.quota.touch_seconds * 1e9):
+        Without `latest_ns` a record of long ago gets the time of now, or a step before that of its parent.
+        """
+        now = time.time_ns()
+        long_ago = now - used_ns > self.quota.touch_seconds * 1e9
+        if latest_ns is None:
+            latest_ns = min(now, self._before(name, self._beginning(name), {}, now) if long_ago else used_ns)
+        if used_ns > latest_ns or (used_ns < latest_ns and long_ago):
             used_ns = latest_ns
             with suppress(OSError):  # evicted meanwhile, or another user's: it ages as if it were not used
                 os.utime(self.path_of(name), ns=(used_ns, used_ns))
@@ -122,7 +127,7 @@ class DirectoryStore(RecordStore):
         sizes = [sum(len(memoryview(piece).cast("B")) for piece in pieces) for pieces in records]
         with self._reported("write"):
             times = self._times(names, records)
-            granted = self.quota.reserve(sizes, times[0] if times else 0)
+            granted = self.quota.reserve(sizes, min(times, default=0))
             try:
                 for name, pieces, used_ns in zip(names[:granted], records, times, strict=False):
                     self._write_record(self.path_of(name), pieces, used_ns)
@@ -136,22 +141,30 @@ class DirectoryStore(RecordStore):
             )
 
     def _times(self, names: Sequence[str], records: Sequence[RecordPieces]) -> list[int]:
-        """Each record's time: now, but a step before that of the block before it."""
+        """Each record's time: now, but a step before that of its parent; the deeper, the older without a parent."""
         now = time.time_ns()
         times: dict[str, int] = {}
         for name, pieces in zip(names, records, strict=True):
-            times[name] = min(now, self._parent_time(name, pieces, times) - _STEP_NS) if len(pieces) > 1 else now
+            times[name] = min(now, self._before(name, pieces[0], times, now))
         return [times[name] for name in names]
 
-    def _parent_time(self, name: str, pieces: RecordPieces, times: dict[str, int]) -> int:
-        """The time of the block before a record; of one that has none, the end of all times."""
-        header = memoryview(pieces[0])
-        if header.nbytes != HEADER_BYTES:
-            return _NEVER_NS
-        parent = record_name(name.partition("/")[0], parent_in(header))
-        if parent not in times and (status := files.status(self.path_of(parent))):
-            return status.st_mtime_ns
-        return times.get(parent, _NEVER_NS)
+    def _before(self, name: str, header: bytes | memoryview | None, times: Mapping[str, int], now: int) -> int:
+        """A time for a record with this `header`, which is a step before that of its parent.
+
+        A parent's time is one of `times`, or that of its file. Without a parent it is `now`, less a step of each depth.
+        """
+        if key_of(name) is None or header is None or memoryview(header).nbytes != HEADER_BYTES:
+            return now
+        (fields,) = np.frombuffer(header, FIELDS)
+        parent = record_name(name.partition("/")[0], fields["parent"].tobytes())
+        if parent in times:
+            return times[parent] - _STEP_NS
+        if fields["parent"].any() and (status := files.status(self.path_of(parent))):
+            return status.st_mtime_ns - _STEP_NS
+        return now - int(fields["depth"]) * _STEP_NS
+
+    def _beginning(self, name: str) -> bytes | None:
+        return files.beginning(self.path_of(name), HEADER_BYTES)
 
     def _write_record(self, path: Path, pieces: RecordPieces, used_ns: int) -> None:
         temporary = self.quota.new_file()
@@ -174,7 +187,7 @@ class DirectoryStore(RecordStore):
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         with self._reported("read"):
-            return [files.beginning(self.path_of(name), HEADER_BYTES) for name in names]
+            return [self._beginning(name) for name in names]
 
     def names(self, group: str = "") -> Iterator[StoredRecord]:
         with self._reported("list"):

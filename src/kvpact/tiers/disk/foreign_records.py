@@ -32,15 +32,12 @@ _FIRST_RUN: Final = 16
 PART: Final = 1 << 16
 """Rows that are worked on at once where all rows are, so that what is computed of them stays small."""
 
-_NO_PARENT: Final = bytes(KEY_BYTES)
-
 
 class ForeignRecord(NamedTuple):
     """One record, as its header describes it."""
 
     key: BlockKey
     slot: int
-    parent: BlockKey
     digest: bytes
     length: int
     written: float
@@ -51,7 +48,7 @@ class ForeignRecord(NamedTuple):
 class ForeignRecords:
     """The records of one slab. 0.5 us of CPU time and 110 to 145 bytes of memory for each.
 
-    `run` and `is_loose` never wait. While records change they may miss a block, or still find one that is gone; what is
+    `run` and `lookup` never wait. While records change they may miss a block, or still find one that is gone; what is
     read goes by `find`. Of two records of one block the one that was learned last counts.
     """
 
@@ -87,10 +84,9 @@ class ForeignRecords:
             at, count = at + len(rows), 4 * count
         return len(keys) - start
 
-    def is_loose(self, key: BlockKey) -> bool:
-        """Whether a block is known that has none before it."""
-        row = self._table.find(key)
-        return row != NONE and not self._parents[row].any()
+    def lookup(self, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
+        """Which blocks are known."""
+        return self._table.find_each(self._table.names(keys)) >= 0
 
     def find(self, keys: Sequence[BlockKey]) -> list[ForeignRecord | None]:
         """The record of each block; None where none is known."""
@@ -100,12 +96,10 @@ class ForeignRecords:
     def _find(self, keys: Sequence[BlockKey]) -> list[ForeignRecord | None]:
         rows = self._table.find_each(self._table.names(keys))
         known = rows[rows >= 0]
-        parents: list[bytes] = self._parents[known].view(f"V{KEY_BYTES}").ravel().tolist()
         records = map(
             ForeignRecord,
             self._table.keys(known),
             known.tolist(),
-            [b"" if parent == _NO_PARENT else parent for parent in parents],
             self._digests[known].tolist(),
             self._lengths[known].tolist(),
             self._written[known].tolist(),

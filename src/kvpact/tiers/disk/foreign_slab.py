@@ -12,21 +12,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.own_files import Access, open_own
-from kvpact.tiers.base import BlockBuffer, Progress, RecordError
-from kvpact.tiers.disk.each_read import EachRead
+from kvpact.tiers.base import BlockBuffer, RecordError
 from kvpact.tiers.disk.foreign_records import ForeignRecord, ForeignRecords
 from kvpact.tiers.disk.header_table import PIECE_SLOTS
+from kvpact.tiers.disk.reading import GONE, Reading
 from kvpact.tiers.disk.slab import SlabReader, Superblock
 from kvpact.tiers.disk.slab_opening import require_ours
-from kvpact.tiers.disk.two_threads import MISPLACED, read_verified
-from kvpact.tiers.record import bytes_of, chained
+from kvpact.tiers.record import bytes_of
 from kvpact.tiers.use_count import UseCount
 
 _CHECKSUM_BYTES: Final = 8
@@ -41,7 +42,7 @@ Report: TypeAlias = Callable[[Literal["damaged", "read"], str], object]
 
 
 class ForeignSlab:
-    """Reads one slab. `run` never waits; the other methods are for the tier's own threads."""
+    """Reads one slab. `run` and `lookup` never wait; the other methods are for the tier's own threads."""
 
     def __init__(self, reader: SlabReader, report: Report) -> None:
         """Take over an open slab. Nothing is known of its records until `scan`."""
@@ -96,9 +97,9 @@ class ForeignSlab:
         """Number of blocks in a row from `start` that the slab has."""
         return self._records.run(keys, start)
 
-    def has(self, key: BlockKey) -> bool:
-        """Whether the slab has the loose block `key`."""
-        return self._records.is_loose(key)
+    def lookup(self, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
+        """Which blocks the slab has."""
+        return self._records.lookup(keys)
 
     def scan(self, stopped: Callable[[], bool]) -> None:
         """Look for headers that have changed, until the end or `stopped`. Raises OSError.
@@ -126,65 +127,38 @@ class ForeignSlab:
 
     # Reading
 
-    def get(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], on_progress: Progress | None
-    ) -> int:
-        """Read and verify; return how many blocks arrived."""
-        known = self._records.find(keys[start : start + len(buffers)])
-        wanted = list[ForeignRecord]()
-        for block, buffer, record in zip(chained(keys, start, start + len(buffers)), buffers, known, strict=False):
-            if record is None or record.length != bytes_of(buffer):
-                break
-            if record.parent != block.parent:
-                self._end_unusable(record, MISPLACED)
-                break
-            wanted.append(record)
-        with self._uses.one() as running:
-            if not running or not wanted:
-                return 0
-            slots, digests = [record.slot for record in wanted], [record.digest for record in wanted]
-            in_slot = dict(zip(slots, wanted, strict=True))
-            arrived, reason = read_verified(
-                partial(self._read, in_slot), slots, digests, buffers[: len(wanted)], on_progress
-            )
-            if reason:
-                self._end_unusable(wanted[arrived], reason)
-            return arrived
-
-    def get_each(self, reading: EachRead) -> None:
-        """Read what the slab has of a call's loose blocks, and verify it."""
-        wanted: dict[int, ForeignRecord] = {}
+    def get(self, reading: Reading) -> None:
+        """Read what the slab has of the blocks that are missing, and verify it."""
         missing = reading.missing()
-        for number, record in zip(missing, self._records.find([reading.keys[each] for each in missing]), strict=True):
-            if record is not None and record.parent:
-                self._end_unusable(record, MISPLACED)
-            elif record is not None and record.length == bytes_of(reading.buffers[number]):
-                wanted[number] = record
-        records = list(wanted.values())
-
-        def end_unusable(index: int, reason: str) -> bool:
-            self._end_unusable(records[index], reason)
-            return True
-
+        found = self._records.find([reading.keys[number] for number in missing])
+        wanted = {
+            number: record
+            for number, record in zip(missing, found, strict=True)
+            if record is not None and record.length == bytes_of(reading.buffers[number])
+        }
         with self._uses.one() as running:
-            if running:
-                in_slot = {record.slot: record for record in records}
-                digests = [record.digest for record in records]
-                reading.run(list(wanted), list(in_slot), digests, partial(self._read, in_slot), end_unusable)
+            if running and wanted:
+                in_slot = {record.slot: record for record in wanted.values()}
+                records, digests = list(wanted.values()), [record.digest for record in wanted.values()]
+                unusable = reading.run(list(wanted), list(in_slot), digests, partial(self._read, in_slot))
+                for index, reason in unusable.items():
+                    self._end_unusable(records[index], reason)
 
-    def _read(self, in_slot: Mapping[int, ForeignRecord], slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
-        """Number of leading slots that were read, and whose blocks were not evicted or deleted before that."""
+    def _read(
+        self, in_slot: Mapping[int, ForeignRecord], slots: Sequence[int], buffers: Sequence[BlockBuffer]
+    ) -> list[bool]:
+        """See `ReadSlots`: a block that was evicted or deleted before the end of the read is not there."""
         try:
             count = self._reader.read_payloads(slots, buffers)
-            return len(list(takewhile(lambda slot: self._is_still_there(in_slot[slot]), slots[:count])))
+            return [self._is_still_there(in_slot[slot]) for slot in slots[:count]]
         except OSError as error:
             self._report("read", f"cannot read {self.path}: {error.strerror}")
-            return 0
+            return []
 
     def _end_unusable(self, record: ForeignRecord, reason: str) -> None:
         """A payload is not what its header says: it was replaced, which is a miss, or is damaged."""
         with suppress(OSError):
-            if self._is_still_there(record):
+            if reason != GONE and self._is_still_there(record):
                 self._report("damaged", f"block {record.key.hex()[:16]} in {self.path} {reason}: not used, recomputed")
         self._records.refuse(record)
 

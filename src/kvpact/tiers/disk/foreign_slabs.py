@@ -11,18 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import TierCounts
-from kvpact.tiers.disk.each_read import EachRead
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.own_slab import OwnSlab
+from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import refuted_in
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.log_once import LastErrors
 
 
 class ForeignSlabs:
-    """`run` never waits; the other methods are for the tier's own threads, `look` for one of them at a time."""
+    """`run` and `lookup` never wait; the other methods are for the tier's own threads, `look` one of them at a time."""
 
     def __init__(
         self, directory: SlabDirectory, namespace: Namespace, slot_bytes: int, last_errors: LastErrors
@@ -79,20 +81,22 @@ class ForeignSlabs:
         """Records that may be served; those in several slabs count several times."""
         return sum(map(len, self._slabs))
 
-    def best(self, keys: Sequence[BlockKey], start: int) -> tuple[int, ForeignSlab | None]:
-        """The slab that has most blocks in a row from `start`, and how many; none if no slab has the first."""
-        runs = [(slab.run(keys, start), slab) for slab in self._slabs]
-        count, slab = max(runs, key=lambda run: run[0], default=(0, None))
-        return (count, slab) if count else (0, None)
+    def run(self, keys: Sequence[BlockKey], start: int) -> int:
+        """Number of blocks in a row from `start` that the slab with most of them has. Never waits."""
+        return max((slab.run(keys, start) for slab in self._slabs), default=0)
 
-    def has(self, key: BlockKey) -> bool:
-        """Whether a slab has the loose block `key`."""
-        return any(slab.has(key) for slab in self._slabs)
-
-    def get_each(self, reading: EachRead) -> None:
-        """Read what the slabs have of a call's loose blocks."""
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which blocks a slab has. Never waits."""
+        found = np.zeros(len(keys), np.bool_)
         for slab in self._slabs:
-            slab.get_each(reading)
+            found |= slab.lookup(keys)
+        held: list[bool] = found.tolist()
+        return held
+
+    def get(self, reading: Reading) -> None:
+        """Read what the slabs have of the blocks that are missing."""
+        for slab in self._slabs:
+            slab.get(reading)
 
     def refuse(self, keys: Iterable[BlockKey]) -> int:
         """See `ForeignSlab`."""

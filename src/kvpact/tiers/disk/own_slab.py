@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, islice, takewhile
+from itertools import count, takewhile
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
 
 from kvpact.errors import TierError
-from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import ROOT, Pin, State
-from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, TierCounts, payload_digest
-from kvpact.tiers.disk.each_read import EachRead
+from kvpact.index.block_index import Pin, State
+from kvpact.index.key_table import NONE, RowArray
+from kvpact.tiers.base import BlockBuffer, Entry, RecordHeader, TierCounts, payload_digest
+from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import Slab, refute_in
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.disk.slab_size import SlabSize
-from kvpact.tiers.disk.two_threads import MISPLACED, UNREADABLE, groups_of, on_two_threads, read_verified
+from kvpact.tiers.disk.two_threads import groups_of, on_two_threads
 from kvpact.tiers.log_once import LastErrors
-from kvpact.tiers.record import Block, bytes_of, chained, new_run
+from kvpact.tiers.record import bytes_of, new_run
 
 FIRST_READ_S: Final = 0.5
 """Seconds for which opening a slab reads its header table, some 700,000 blocks; the rest follows."""
 
 FIRST_PIECES: Final = 16
 """Pieces of it, of 4,096 slots each, that it reads however long they take."""
+
+_APART_S: Final = 1e-6
+"""Seconds between the uses of two blocks of one call, as they are stored: a clock's time has steps of 0.24 us."""
+
+_depth = attrgetter("depth")
 
 
 class OwnSlab:
@@ -63,168 +69,128 @@ class OwnSlab:
 
     # Lookups and reads
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Number of leading `keys` that the slab holds; see `SlabContent.held_prefix`."""
-        return self._content.held_prefix(keys)
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading `keys` the slab holds; see `SlabContent.leading`."""
+        return self._content.leading(keys)
 
-    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of these loose blocks the slab holds."""
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of `keys` the slab holds; see `SlabContent.lookup`."""
+        return self._content.lookup(keys)
+
+    def get(self, reading: Reading) -> None:
+        """Read what the slab has of the blocks that are missing, and verify it."""
+        numbers = reading.missing()
+        sizes = np.fromiter((bytes_of(reading.buffers[number]) for number in numbers), np.int64, len(numbers))
         with self._lock:
-            return [self._is_loose(key) for key in keys]
-
-    def _is_loose(self, key: BlockKey) -> bool:
-        return self._index.is_held(key) and bool(self._content.rooted[self._index.slot(key)])
-
-    def get(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], on_progress: Progress | None
-    ) -> int:
-        """Read and verify; return how many blocks arrived."""
-        sizes = np.fromiter(map(bytes_of, buffers), np.int64)
-        with self._lock:
-            end = min(self._index.held_prefix(keys), start + len(buffers))
-            held = list(takewhile(self._index.is_held, islice(keys, start, end)))
-            slots = self._readable(self._index.slots_of(held), start, sizes)
-            misplaced = self._misplaced(keys, start + len(slots), end)
+            slots = self._index.held_slots([reading.keys[number] for number in numbers])
+            (fit,) = ((slots >= 0) & (self._content.lengths[slots] == sizes)).nonzero()
+            numbers, slots = [numbers[index] for index in fit.tolist()], slots[fit]
             digests = self._content.digests[slots].tolist()
-            pins = self._use(held[len(slots) - 1 : len(slots)])
+            keys = [reading.keys[number] for number in numbers]
+            pins = self._use(keys, slots)
+        at: list[int] = slots.tolist()
         try:
-            self._quarantine_all(misplaced)
-            if not slots:
-                return 0
-            arrived, reason = read_verified(self._read, slots, digests, buffers[: len(slots)], on_progress)
-            if reason:
-                self._quarantine(held[arrived], slots[arrived], reason)
-            return arrived
+            for index, reason in reading.run(numbers, at, digests, self._read).items() if numbers else ():
+                self._quarantine(keys[index], at[index], reason)
         finally:
-            self._end_use(pins)
+            with self._lock:
+                self._unpin(pins)
 
-    def _readable(self, slots: list[int], start: int, sizes: np.ndarray) -> list[int]:
-        """Return the slots before the first whose record is not of its place in the chain, or of another size.
+    def _use_known(self, keys: Sequence[BlockKey]) -> list[Pin]:
+        """Do what `_use` does for those of `keys` that are known, held or on their way; the lock is held."""
+        slots = self._index.find_each(keys)
+        (known,) = (slots >= 0).nonzero()
+        return self._use([keys[index] for index in known.tolist()], slots[known])
 
-        The first of `slots` is of block `start`.
+    def _use(self, keys: Sequence[BlockKey], slots: RowArray) -> list[Pin]:
+        """Keep the blocks `keys` in `slots`, with all before them, and note that they are used; the lock is held.
+
+        The last one counts as used first, so that a prompt's blocks go from its end on. It is kept first, too: then
+        those before it, where it needs them, cost nothing.
         """
-        misplaced = self._content.rooted[slots]
-        if start == 0:
-            misplaced[:1] ^= True
-        unfit = misplaced | (self._content.lengths[slots] != sizes[: len(slots)])
-        return slots[: int(unfit.argmax())] if unfit.any() else slots
-
-    def _misplaced(self, keys: Sequence[BlockKey], first: int, end: int) -> list[tuple[BlockKey, int]]:
-        """(key, slot) of those of blocks [first, end) of a chain whose records are of another place; the lock is held.
-
-        There are none unless somebody has changed the file.
-        """
-        known = [depth for depth in range(first, end) if keys[depth] in self._index]
-        slots = [(depth, keys[depth], self._index.slot(keys[depth])) for depth in known]
-        return [(key, slot) for depth, key, slot in slots if self._content.rooted[slot] != (depth == 0)]
-
-    def _quarantine_all(self, misplaced: Iterable[tuple[BlockKey, int]]) -> None:
-        for key, slot in misplaced:
-            self._quarantine(key, slot, MISPLACED)
-
-    def get_each(self, reading: EachRead) -> None:
-        """Read what the slab has of a call's loose blocks, and verify it."""
-        keys, buffers = reading.keys, reading.buffers
-        with self._lock:
-            numbers = [
-                number
-                for number in reading.missing()
-                if self._is_loose(keys[number])
-                and self._content.lengths[self._index.slot(keys[number])] == bytes_of(buffers[number])
-            ]
-            wanted = [keys[number] for number in numbers]
-            slots = self._index.slots_of(wanted)
-            digests = self._content.digests[slots].tolist()
-            pins = self._use(wanted)
-
-        def end_unusable(index: int, reason: str) -> bool:
-            self._quarantine(wanted[index], slots[index], reason)
-            return reason != UNREADABLE
-
-        try:
-            reading.run(numbers, slots, digests, self._read, end_unusable)
-        finally:
-            self._end_use(pins)
-
-    def _use(self, keys: Iterable[BlockKey]) -> list[Pin]:
-        """Keep blocks, with all before them, and note that they are used; the lock is held."""
-        pins = [self._index.pin(key) for key in keys]
-        for pin in pins:
-            self._index.touch(pin.key)
-            self._content.used[pin.slot] = time.time()
+        ends = self._index.ends(slots).nonzero()[0][::-1].tolist()
+        now = time.time()
+        pins = self._index.pin_each([keys[index] for index in ends])
+        for pin, index in zip(pins, ends, strict=True):
+            self._content.used[pin.slot] = now - index * _APART_S
         return pins
 
-    def _end_use(self, pins: Iterable[Pin]) -> None:
-        with self._lock:
-            for pin in pins:
-                self._index.unpin(pin)
+    def _unpin(self, pins: Iterable[Pin]) -> None:
+        """The lock is held."""
+        for pin in pins:
+            self._index.unpin(pin)
 
-    def _read(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> int:
-        """Number of leading slots that were read."""
+    def _read(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> list[bool]:
+        """See `ReadSlots`: blocks that are kept stay where they are."""
         try:
             count = self.slab.read_payloads(slots, buffers)
             self._last_errors.clear("read")
-            return count
+            return [True] * count
         except OSError as error:
             self._content.note_read_failed(error)
-            return 0
+            return []
 
     # Writes
 
-    def put(self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch) -> None:
-        """Store what is new of these blocks, if all before `start` are in this slab. Nothing while it is `reading`."""
-        if self.reading:
-            return
-        with self._lock:
-            misplaced = self._misplaced(keys, self._index.known_prefix(keys), start + len(buffers))
-        self._quarantine_all(misplaced)
-        begin, slots = self._reserve(keys, start, start + len(buffers))
-        self._write(chained(keys, begin, begin + len(slots)), slots, buffers[begin - start :], epoch)
+    def put(self, entries: Sequence[Entry]) -> None:
+        """Store what is new of these blocks, as far as there is room. Nothing while the slab is `reading`."""
+        if not self.reading:
+            with self._lock:
+                blocks, slots = self._reserve(entries)
+            self._write(blocks, slots)
 
-    def _reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> tuple[int, Sequence[int]]:
-        """(first block, slots) for those of blocks [start, end) that are new and have room."""
-        with self._lock:
-            begin = self._index.known_prefix(keys)
-            if not start <= begin < end:
-                return begin, ()
-            end = min(end, begin + self._index.reservable(keys[begin - 1] if begin else ROOT))
-            reservation = self._index.reserve(keys, begin, end)
-            if reservation is None:
-                return begin, ()
-            self._content.count(evicted=len(reservation.evicted))
-            return begin, reservation.slots
+    def _reserve(self, entries: Sequence[Entry]) -> tuple[list[Entry], list[int]]:
+        """The blocks that are new and have room, and their slots; the lock is held."""
+        runs = self._new_runs(entries)
+        blocks, slots = list[Entry](), list[int]()
+        needed = [run[0].parent for run in runs if run[0].parent]
+        pins = self._use_known([entry.key for entry in entries]) + self._use_known(needed)
+        self._content.count(evicted=len(self._index.make_room(sum(map(len, runs)))))
+        for run in runs:
+            some = run[: self._index.free_slots]
+            blocks += some
+            slots += self._slots_for(some) if some else ()
+        self._unpin(pins)
+        for entry in sorted((block for block in blocks if not block.parent), key=_depth, reverse=True):
+            self._index.touch(entry.key)
+        return blocks, slots
 
-    def put_each(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch) -> None:
-        """Store what is new of these loose blocks, as far as there is room. Nothing while the slab is `reading`."""
-        if self.reading:
-            return
-        numbers, slots = list[int](), list[int]()
-        with self._lock:
-            for key in filter(self._index.__contains__, keys):
-                self._index.touch(key)  # so that it does not make room for the others
-            for number, key in enumerate(keys):
-                if key not in self._index and (reservation := self._index.reserve([key], 0, 1)) is not None:
-                    self._content.count(evicted=len(reservation.evicted))
-                    numbers.append(number)
-                    slots += reservation.slots
-        self._write([Block(keys[number]) for number in numbers], slots, [buffers[number] for number in numbers], epoch)
+    def _new_runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        """The unknown blocks whose parents are here or come before them, in runs of which each needs the one before."""
+        runs, coming = list[list[Entry]](), set[BlockKey]()
+        known: list[int] = self._index.find_each([entry.key for entry in entries]).tolist()
+        for entry, slot in zip(entries, known, strict=True):
+            if slot != NONE:
+                continue
+            if runs and entry.parent == runs[-1][-1].key:
+                runs[-1].append(entry)
+            elif not entry.parent or entry.parent in coming or entry.parent in self._index:
+                runs.append([entry])
+            else:
+                continue
+            coming.add(entry.key)
+        return runs
 
-    def _write(
-        self, blocks: Sequence[Block], slots: Sequence[int], buffers: Sequence[BlockBuffer], epoch: Epoch
-    ) -> None:
+    def _slots_for(self, run: Sequence[Entry]) -> Sequence[int]:
+        """Reserve free slots for blocks that follow one another."""
+        before = [parent] if (parent := run[0].parent) else []
+        keys = [*before, *(entry.key for entry in run)]
+        reservation = self._index.reserve(keys, len(before), len(keys))
+        assert reservation is not None
+        return reservation.slots
+
+    def _write(self, blocks: Sequence[Entry], slots: Sequence[int]) -> None:
         """Store blocks whose `slots` are reserved; of those that cannot be stored the slots become free again."""
         stored = 0
         try:
-            stored = self._store(blocks, slots[: self.size.backed(slots)], buffers, epoch)
+            stored = self._store(blocks, slots[: self.size.backed(slots)])
         except OSError as error:
             self._content.note_write_failed(error)
         finally:
             if stored < len(slots):
                 self._abandon(slots[stored:])
 
-    def _store(
-        self, blocks: Sequence[Block], slots: Sequence[int], buffers: Sequence[BlockBuffer], epoch: Epoch
-    ) -> int:
+    def _store(self, blocks: Sequence[Entry], slots: Sequence[int]) -> int:
         """Write `blocks[i]` to `slots[i]` and index it; return the number of leading blocks written.
 
         Headers are written only before and after all payloads: a header's write waits for all writes under way.
@@ -232,6 +198,7 @@ class OwnSlab:
         """
         if not slots:
             return 0
+        buffers = [block.buffer for block in blocks]
         digests: dict[int, bytes] = {}
 
         def write(first: int, end: int) -> bool:
@@ -248,20 +215,7 @@ class OwnSlab:
         written = list(takewhile(digests.__contains__, slots))
         now = time.time()
         headers = {
-            slot: RecordHeader(
-                self._namespace,
-                block.key,
-                block.parent,
-                block.depth,
-                bytes_of(buffer),
-                digests[slot],
-                now,
-                now,
-                slot,
-                epoch,
-                self._run,
-            )
-            for slot, block, buffer in zip(written, blocks, buffers, strict=False)
+            slot: self._header(block, slot, digests[slot], now) for slot, block in zip(written, blocks, strict=False)
         }
         with self._content.header_lock:
             with self._lock:  # a block that was deleted while it was written gets no header
@@ -275,6 +229,22 @@ class OwnSlab:
         if len(written) == len(slots):
             self._last_errors.clear("write")
         return len(written)
+
+    def _header(self, block: Entry, slot: int, digest: bytes, now: float) -> RecordHeader:
+        """The header of a block that is stored `now`. Without a parent the deeper one counts as used earlier."""
+        return RecordHeader(
+            self._namespace,
+            block.key,
+            block.parent,
+            block.depth,
+            bytes_of(block.buffer),
+            digest,
+            written=now,
+            used=now if block.parent else now - block.depth * _APART_S,
+            slot=slot,
+            epoch=block.epoch,
+            run=self._run,
+        )
 
     def _abandon(self, slots: Sequence[int]) -> None:
         """Free slots whose blocks could not be stored, with all blocks that waited for them (H26)."""

@@ -62,8 +62,6 @@ class SlabContent:
         """The digest of each slot's payload."""
         self.lengths = np.zeros(most_slots, np.uint32 if slab.superblock.slot_bytes < 1 << 32 else np.uint64)
         """Bytes of each slot's payload."""
-        self.rooted = np.zeros(most_slots, np.bool_)
-        """Whether each slot's record says that no block is before it: a chain's first one, or a loose one."""
         self.used: dict[int, float] = {}
         """Slot -> when it was read last, where the header on disk does not say so yet."""
         self._counts = TierCounts()
@@ -82,16 +80,30 @@ class SlabContent:
         """Keep of a slot's record what a read needs; the lock is held."""
         self.digests[slot] = header.digest
         self.lengths[slot] = header.length
-        self.rooted[slot] = not header.parent
 
-    def held_prefix(self, keys: Sequence[BlockKey]) -> int:
+    def leading(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are held; 0 while the table is read, and the reader does not let go of the lock."""
-        if not self.lock.acquire(timeout=READER_WAIT_S if self.reading else -1):
+        if not self._may_look():
             return 0
         try:
             return self.index.held_prefix(keys)
         finally:
             self.lock.release()
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of `keys` are held; none while the table is read, and the reader does not let go of the lock."""
+        if not self._may_look():
+            return [False] * len(keys)
+        try:
+            slots = self.index.held_slots(keys)
+        finally:
+            self.lock.release()
+        held: list[bool] = (slots >= 0).tolist()
+        return held
+
+    def _may_look(self) -> bool:
+        """Take the lock for a lookup. False if the reader of the table has it for too long."""
+        return self.lock.acquire(timeout=READER_WAIT_S if self.reading else -1)
 
     # Changes
 
@@ -187,7 +199,6 @@ class SlabContent:
             at = slice(first, end)  # nothing is asked of the other slots there
             self.digests[at] = headers["digest"][: end - first]
             self.lengths[at] = headers["length"][: end - first]
-            self.rooted[at] = headers["depth"][: end - first] == 0
             self.index.restore_some(good + first, fields["key"], fields["parent"], fields["used"])
             deleted = [lost for key in self._deleted for lost in self.index.drop(key)]
         if deleted:

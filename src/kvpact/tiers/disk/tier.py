@@ -14,19 +14,19 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import or_
 from pathlib import Path
 from typing import Final
 
 from kvpact.errors import TierError
-from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import PRIVATE, Access
 from kvpact.threads import give_way, start_background
-from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
+from kvpact.tiers.base import BlockBuffer, Entry, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.disk import BACKEND
-from kvpact.tiers.disk.each_read import EachRead
 from kvpact.tiers.disk.foreign_slabs import ForeignSlabs
 from kvpact.tiers.disk.own_slab import OwnSlab
+from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, SlabDirectory
 from kvpact.tiers.disk.slab_opening import SlabOpener
@@ -131,76 +131,40 @@ class DiskTier(Tier):
 
     # Lookups and reads
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
+    def leading(self, keys: Sequence[BlockKey]) -> int:
         if self._uses.stopped:
             return 0
-        held, own = 0, self.own
-        while held < len(keys):
-            count = 0
-            if own is not None and (in_own := own.lookup(keys)) > held:
-                count = in_own - held
-            elif not (count := self._others.best(keys, held)[0]):
-                break
-            held += count
+        held = self.own.leading(keys) if self.own is not None else 0
+        while held < len(keys) and (more := self._others.run(keys, held)):
+            held += more
         return held
 
-    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         if self._uses.stopped:
             return [False] * len(keys)
-        own = self.own.lookup_each(keys) if self.own is not None else [False] * len(keys)
-        return [there or self._others.has(key) for key, there in zip(keys, own, strict=True)]
+        held = self.own.lookup(keys) if self.own is not None else [False] * len(keys)
+        if len(self._others) and not all(held):
+            held = list(map(or_, held, self._others.lookup(keys)))
+        return held
 
     def put_start(self, keys: Sequence[BlockKey]) -> int:
         own = self.own
-        return held if (held := self.lookup(keys)) == len(keys) or own is None else own.lookup(keys)
+        return held if (held := self.leading(keys)) == len(keys) or own is None else own.leading(keys)
 
     @property
     def others_evict(self) -> bool:
         return len(self._others) > 0
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
-        self._require_sizes(buffers)
-        with self._uses.one() as running:
-            arrived = 0
-            while running and arrived < len(buffers):
-                got, wanted = self._get_some(keys, start + arrived, buffers[arrived:], _after(on_progress, arrived))
-                arrived += got
-                if got < wanted or not got:
-                    break
-            return arrived
-
-    def _get_some(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], on_progress: Progress | None
-    ) -> tuple[int, int]:
-        """Read what one slab has in a row from `start` on; (blocks that arrived, blocks that should have)."""
-        end = start + len(buffers)
-        own = self.own
-        if own is not None and (in_own := min(own.lookup(keys), end) - start) > 0:
-            return own.get(keys[:end], start, buffers, on_progress), in_own
-        count, slab = self._others.best(keys[:end], start)
-        if slab is None:
-            return 0, 0
-        got = slab.get(keys[:end], start, buffers[:count], on_progress)
-        if got:
-            self._last_errors.clear("read")
-        return got, count
-
-    def get_each(
         self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
     ) -> list[bool]:
         self._require_sizes(buffers)
-        reading = EachRead(keys, buffers, on_progress)
+        reading = Reading(keys, buffers, on_progress)
         with self._uses.one() as running:
             if running and self.own is not None:
-                self.own.get_each(reading)
+                self.own.get(reading)
             if running and (left := len(reading.missing())):
-                self._others.get_each(reading)
+                self._others.get(reading)
                 if len(reading.missing()) < left:
                     self._last_errors.clear("read")
         return reading.arrived
@@ -210,24 +174,21 @@ class DiskTier(Tier):
 
     # Writes
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        self._require_sizes(buffers)
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        self._require_sizes([entry.buffer for entry in entries])
         with self._uses.one() as running:
             if running and self.own is not None:
-                self.own.put(keys, start, buffers, epoch)
-            return max(0, min(self.lookup(keys) - start, len(buffers))) if running else 0
+                self.own.put(self._without_spare(entries))
+            return self.lookup([entry.key for entry in entries])
 
-    def put_each(
-        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> list[bool]:
-        self._require_sizes(buffers)
-        with self._uses.one() as running:
-            if running and self.own is not None:
-                missing = [number for number, there in enumerate(self.lookup_each(keys)) if not there]
-                self.own.put_each([keys[number] for number in missing], [buffers[number] for number in missing], epoch)
-            return self.lookup_each(keys)
+    def _without_spare(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """What is left without blocks that another slab has already, and that none of `entries` needs in the own."""
+        if not len(self._others):
+            return entries
+        parents = {entry.parent for entry in entries}
+        alone = [entry.key for entry in entries if not entry.parent and entry.key not in parents]
+        spare = {key for key, there in zip(alone, self._others.lookup(alone), strict=True) if there}
+        return [entry for entry in entries if entry.key not in spare]
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         doomed = list(keys)
@@ -348,11 +309,6 @@ class DiskTier(Tier):
         self._directory.end_announcement()
         if self.own is not None:
             self.own.slab.close()
-
-
-def _after(on_progress: Progress | None, arrived: int) -> Progress | None:
-    """`on_progress` for a part of a read before which `arrived` blocks are there."""
-    return None if on_progress is None else lambda more: on_progress(arrived + more)
 
 
 def _tend_until_closed(tier: weakref.ref[DiskTier], stopped: threading.Event) -> None:

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import compress, takewhile
+from operator import not_
 from typing import Final
 
-from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.base import HEADER_BYTES, leading
 from kvpact.tiers.objects import BACKEND
 from kvpact.tiers.objects.bucket import Bucket, ObjectChanged, Part, open_bucket
 from kvpact.tiers.objects.packs import (
@@ -56,10 +57,10 @@ TRIES: Final = 8
 
 
 class ObjectStore(RecordStore):
-    """See `RecordStore`. The records of one call of `write` become one object, named after the first; those of loose
-    blocks one object each, because no other record leads to them.
+    """See `RecordStore` and `SupportsPacks`. The records of one call of `write_pack` become one object, named after the
+    first; those of `write` one object each, because no other record leads to them.
 
-    A record inside a pack is found through the records before it, from a prompt's first: `locate` and `exists` read
+    A record inside a pack is found through the records before it, from a prompt's first: `locate` and `leading` read
     tables on the way and remember them. After a missing record only remembered ones are found, so a record that exists
     may be written a second time. A name implies the content: a record that exists is replaced only after its removal.
     """
@@ -73,22 +74,26 @@ class ObjectStore(RecordStore):
     # Finding
 
     def exists(self, names: Sequence[str]) -> list[bool]:
+        found = self._look({pack: None for name in names for pack in self.memory.holders(name) or (name,)})
+        return [name in found for name in names]
+
+    def leading(self, names: Sequence[str]) -> int:
+        """See `SupportsPacks`."""
         found = self._find(names)
-        return [name in found for name in names]
+        return leading([name in found for name in names])
 
-    def exists_each(self, names: Sequence[str]) -> list[bool]:
-        tables = self._tables(list(dict.fromkeys(names)))
-        found = {name for pack in tables if pack is not None for name in pack.records}
-        return [name in found for name in names]
+    def locate(self, names: Sequence[str]) -> int:
+        """See `SupportsPacks`."""
+        return len(names) if len(self.memory.locate(names)) == len(names) else self.leading(names)
 
-    def locate(self, names: Sequence[str]) -> None:
-        """Find where records are; `names` are a prompt's, from its first block on."""
-        if len(self.memory.locate(names)) < len(names):
-            self._find(names)
+    def known(self, names: Sequence[str]) -> list[str]:
+        """See `SupportsPacks`."""
+        return [*self.memory.locate(names)]
 
-    def locate_each(self, names: Sequence[str]) -> None:
-        known = self.memory.locate(names)
-        self._tables([name for name in names if name not in known])
+    def _look(self, packs: Collection[str]) -> dict[str, Pack]:
+        """The records that are in objects of these names now; the first object counts that has one."""
+        tables = reversed(self._tables([*packs]))
+        return {record: pack for pack in tables if pack is not None for record in pack.records}
 
     def _find(self, names: Sequence[str], *, past_holes: bool = False) -> dict[str, Pack]:
         """The packs that hold these records now, up to the first missing one, or for all with `past_holes`.
@@ -106,9 +111,7 @@ class ObjectStore(RecordStore):
             if wanted:
                 wanted = self._with_likely(wanted, names[at + 1 :], length, asked)
                 asked.update(wanted)
-                for pack in self._tables(wanted):
-                    if pack is not None:
-                        found |= {record: pack for record in pack.records if record not in found}
+                found = self._look(wanted) | found
             if name in found:
                 length = len(found[name].records)
             elif not past_holes:
@@ -174,12 +177,10 @@ class ObjectStore(RecordStore):
     ) -> dict[str, memoryview]:
         """The records that exist and fit, or their first `head` bytes."""
         arrived: dict[str, memoryview] = {}
+        if unknown := set(names).difference(self.memory.locate(names)):
+            self._find([name for name in names if name in unknown], past_holes=True) if head else self._look(unknown)
         for _ in range(2):  # again for packs that changed since they were remembered
-            waiting = [name for name in names if name not in arrived]
-            found = self.memory.locate(waiting)
-            if missing := [name for name in waiting if name not in found]:
-                fresh = self._find(missing, past_holes=head is not None)
-                found |= {name: fresh[name] for name in missing if name in fresh}
+            found = self.memory.locate(name for name in names if name not in arrived)
             reads = spans({name: pack for name, pack in found.items() if fits(name, pack)}, gap=gap, head=head)
             stale: set[str] = set()
             for span, data in zip(reads, self.bucket.each(self._read_span, reads), strict=True):
@@ -207,39 +208,44 @@ class ObjectStore(RecordStore):
     # Writing
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        batch = zip(names, records, strict=True)
-        for _, records_of_group in groupby(batch, key=lambda record: record[0].partition("/")[0]):
-            waiting = dict(records_of_group)
-            while waiting:
-                for name in self._write_pack(waiting):
-                    del waiting[name]
-
-    def write_each(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         wanted = dict(zip(names, records, strict=True))
         packs = {name: encode_pack({name: record}) for name, record in wanted.items()}
-        versions = self.bucket.each(lambda name: self.bucket.put(name, packs[name]), list(packs))
-        for (name, data), version in zip(packs.items(), versions, strict=True):
-            if version is None:  # an object of that name exists, perhaps without the record
-                self._write_pack({name: wanted[name]})
-            else:
-                self.memory.learn(decode_pack(name, data, len(data), version))
+        stored = self.bucket.each(lambda name: self._create(name, packs[name]), list(packs))
+        for name in compress(packs, map(not_, stored)):
+            self._join({name: wanted[name]})
 
-    def _write_pack(self, waiting: Mapping[str, RecordPieces]) -> list[str]:
-        """Store records as one object; returns which of them are there afterwards.
+    def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        """See `SupportsPacks`."""
+        waiting = dict(zip(names, records, strict=True))
+        while waiting:
+            [stored] = self.bucket.each(partial(self._create, data=encode_pack(waiting)), [next(iter(waiting))])
+            for name in [*waiting] if stored else self._join(waiting):
+                del waiting[name]
 
-        If an object of that name exists, it is of a prompt with the same beginning, and the common records exist.
+    def _create(self, name: str, data: bytes) -> bool:
+        """Store a new object; False if there is one of this name."""
+        version = self.bucket.put(name, data)
+        if version is not None:
+            self.memory.learn(decode_pack(name, data, len(data), version))
+        return version is not None
+
+    def _join(self, waiting: Mapping[str, RecordPieces]) -> list[str]:
+        """Store records where an object has the first one's name; returns which of them are there afterwards.
+
+        The object is of a prompt with the same beginning, and the common records exist. All are stored in it if its
+        first record was removed or it is damaged.
         """
         first = next(iter(waiting))
-        data = encode_pack(waiting)
         for _ in range(TRIES):
-            [version] = self.bucket.each(lambda name: self.bucket.put(name, data), [first])
-            if version is not None:
-                self.memory.learn(decode_pack(first, data, len(data), version))
-                return list(waiting)
             [pack] = self._tables([first])
             if pack is not None and first in pack.records:
                 return list(takewhile(pack.records.__contains__, waiting))
-            # Its first record was removed, or it is damaged. The copy is for a thread that may outlast this call.
+            if pack is None:  # removed since
+                [stored] = self.bucket.each(partial(self._create, data=encode_pack(waiting)), [first])
+                if stored:
+                    return list(waiting)
+                continue
+            # The copy is for a thread that may outlast this call.
             ours: dict[str, RecordPieces] = {name: [b"".join(record)] for name, record in waiting.items()}
             self.bucket.each(partial(self._change, added=ours), [first], requests=CHANGE_REQUESTS)
         raise self._too_many_writers(first)

@@ -5,15 +5,15 @@ Owns the checks before a block is served, and the removal of records that cannot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordError, RecordHeader, RecordMac
-from kvpact.tiers.record import Block, bytes_of, run_in
+from kvpact.tiers.record import bytes_of, run_in
 from kvpact.tiers.shared.accounts import Accounts
 from kvpact.tiers.shared.refuted import RefutedRuns
-from kvpact.tiers.shared.store import RecordStore, StoreError, record_name
+from kvpact.tiers.shared.store import RecordStore, StoreError, SupportsPacks, record_name
 
 
 class RecordReader:
@@ -34,6 +34,7 @@ class RecordReader:
         Records of `refuted` runs are not served.
         """
         self._store = store
+        self._packs = store if isinstance(store, SupportsPacks) else None
         self._namespace = namespace
         self._group = group
         self._seal = seal
@@ -52,13 +53,13 @@ class RecordReader:
             refuted=self._refuted,
         )
 
-    def read(self, blocks: Sequence[Block], buffers: Sequence[BlockBuffer]) -> Iterator[bool]:
-        """Read `blocks[i]` into `buffers[i]`, all at once; then verify each when it is asked for: whether it is sound.
+    def read(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> Iterator[bool]:
+        """Read block `keys[i]` into `buffers[i]`, all at once; then say of each whether it is there and sound.
 
         Ends at once if the store fails.
         """
-        names = [record_name(self._group, block.key) for block in blocks]
-        headers = [bytearray(HEADER_BYTES) for _ in blocks]
+        names = [record_name(self._group, key) for key in keys]
+        headers = [bytearray(HEADER_BYTES) for _ in keys]
         records = [[memoryview(header), *buffer] for header, buffer in zip(headers, buffers, strict=True)]
         found: Sequence[bool] = ()
         with self._accounts.noting("read"):
@@ -69,58 +70,57 @@ class RecordReader:
                 self._store.remove(wrong)  # all at once, so that they can be stored again
             found = arrived
             self._accounts.last_errors.clear("read")
-        for there, block, name, header, buffer in zip(found, blocks, names, headers, buffers, strict=False):
-            if there:
-                yield self._is_sound(block, name, header, buffer)
-            else:
-                self._end_unread(block, name, buffer)
-                yield False
+        blocks = list(zip(found, keys, names, headers, buffers, strict=False))
+        self._end_unread({name: (key, bytes_of(buffer)) for there, key, name, _, buffer in blocks if not there})
+        for there, key, name, header, buffer in blocks:
+            yield there and self._is_sound(key, name, header, buffer)
 
-    def _is_sound(self, block: Block, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
+    def _is_sound(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
         """Whether a record that was read may be served. If not it is removed."""
-        reason = self._wrong(block, header, buffer)
+        reason = self._wrong(key, header, buffer)
         if reason and self._store.tears_reads:  # perhaps it was replaced during the read
             there = False
             with self._accounts.noting("read"):
                 (there,) = self._store.read([name], [[memoryview(header), *buffer]])
             if not there:
                 return False
-            reason = self._wrong(block, header, buffer)
+            reason = self._wrong(key, header, buffer)
         if reason:
-            self._quarantine(block.key, name, reason)
+            self._quarantine(key, name, reason)
         return not reason
 
-    def _wrong(self, block: Block, raw: bytearray, buffer: BlockBuffer) -> str:
+    def _wrong(self, key: BlockKey, raw: bytearray, buffer: BlockBuffer) -> str:
         """Why a record must not be served; "" if it may."""
         try:
             header = self.header_in(bytes(raw))
         except RecordError as error:
             return str(error)
-        if header.key != block.key:
+        if header.key != key:
             return f"misplaced: it is block {header.key.hex()[:16]}"
-        if (header.parent, header.depth) != (block.parent, block.depth):
-            return f"misplaced: it says that it is number {header.depth} of its chain, and is number {block.depth}"
         if header.length != bytes_of(buffer):
             return f"payload of {header.length} bytes, not {bytes_of(buffer)}"
         if header.digest != self._seal.payload_digest(buffer):
             return "payload does not match its checksum"
         return ""
 
-    def _end_unread(self, block: Block, name: str, buffer: BlockBuffer) -> None:
-        """Remove a record that is there and was not read, unless it is a whole one of another size: that is a miss."""
-        with suppress(StoreError):
-            (raw,) = self._store.heads([name])
-            if raw is None:
-                return
-            # Compare the length: another engine may have stored it in full after the read.
-            size = self._store.size(name)
-            if size is not None and size != HEADER_BYTES + bytes_of(buffer) and not self._is_whole(block, raw, size):
-                self._quarantine(block.key, name, "has another length than a block of this engine")
+    def _end_unread(self, unread: Mapping[str, tuple[BlockKey, int]]) -> None:
+        """Remove the records that are there and were not read, except whole ones of another size: those are misses.
 
-    def _is_whole(self, block: Block, raw: bytes, size: int) -> bool:
+        `unread` has the key and the size that was asked for by name.
+        """
+        names = [*unread] if self._packs is None else self._packs.known([*unread])
+        with suppress(StoreError):
+            for name, raw in zip(names, self._store.heads(names) if names else (), strict=True):
+                # Compare the length: another engine may have stored it in full after the read.
+                key, wanted = unread[name]
+                size = None if raw is None else self._store.size(name)
+                if raw is not None and size not in (None, HEADER_BYTES + wanted) and not self._is_whole(key, raw, size):
+                    self._quarantine(key, name, "has another length than a block of this engine")
+
+    def _is_whole(self, key: BlockKey, raw: bytes, size: int | None) -> bool:
         with suppress(RecordError):
             header = self.header_in(raw)
-            return header.key == block.key and HEADER_BYTES + header.length == size
+            return header.key == key and HEADER_BYTES + header.length == size
         return False
 
     def _quarantine(self, key: BlockKey, name: str, reason: str) -> None:

@@ -37,7 +37,7 @@ class RefutedRuns:
         late = time.monotonic() - BELIEVED_SECONDS
         unsure = [run for run in {*runs} - self._refuted if self._asked.get(run, late) <= late]
         if unsure:
-            marked = self._store.exists_each([self._name(run) for run in unsure])
+            marked = self._store.exists([self._name(run) for run in unsure])
             self._refuted.update(run for run, is_marked in zip(unsure, marked, strict=True) if is_marked)
             self._asked.update(dict.fromkeys(unsure, time.monotonic()))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -54,9 +54,10 @@ class StoreUsage:
 class RecordStore(ABC):
     """Named records in a place that several engines use. Blocking and thread-safe; each call ends in bounded time.
 
-    A name is `<group>/<rest>` of hex digits, "-" and letters, see `record_name`; the group is a namespace's. Batches
-    are in the order of a prompt's blocks. Every method raises `StoreError` if the store fails; a missing record is no
-    failure. After a method has returned or raised, nothing uses its buffers.
+    A name is `<group>/<rest>` of hex digits, "-" and letters, see `record_name`; the group is a namespace's. Each
+    record is found by its own name; a store that has a better way to keep a prompt's blocks also has the methods of
+    `SupportsPacks`. Batches that are blocks of a prompt are in its order. Every method raises `StoreError` if the store
+    fails; a missing record is no failure. After a method has returned or raised, nothing uses its buffers.
     """
 
     kind: str
@@ -78,19 +79,6 @@ class RecordStore(ABC):
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Whether each record is there in full. One round trip for a batch if the store allows it."""
 
-    def exists_each(self, names: Sequence[str]) -> list[bool]:
-        """Whether each record is there in full; they are of loose blocks, in no order: each is for itself."""
-        return self.exists(names)
-
-    def locate(self, names: Sequence[str]) -> None:
-        """Called before some of `names` are read, which are a prompt's from its first block on.
-
-        For stores that find a block through those before it; others do nothing.
-        """
-
-    def locate_each(self, names: Sequence[str]) -> None:
-        """Called before all of `names` are read, which are loose blocks; see `locate`."""
-
     @abstractmethod
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
         """Read record `names[i]` into `buffers[i]`; returns whether each was there with exactly that length.
@@ -100,14 +88,10 @@ class RecordStore(ABC):
 
     @abstractmethod
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        """Store the records in this order; an existing one is replaced. No reader sees part of a record.
+        """Store each record under its own name, in this order; an existing one is replaced. No reader sees part of one.
 
         After a StoreError some may be stored.
         """
-
-    def write_each(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        """Store records of loose blocks, see `write`: each is to be found by its own name."""
-        self.write(names, records)
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> int:
@@ -141,6 +125,27 @@ class RecordStore(ABC):
     @abstractmethod
     def place(self) -> str:
         """The store's address for messages, without credentials: "redis://cache:6379/0"."""
+
+
+@runtime_checkable
+class SupportsPacks(Protocol):
+    """A store that keeps records of blocks that follow one another together, and finds each through those before it.
+
+    The names of `leading` and `locate` are a prompt's from its first block on, or from one that is found by its own
+    name. All but `known` raise StoreError.
+    """
+
+    def leading(self, names: Sequence[str]) -> int:
+        """How many of the records, from the first on, are there now."""
+
+    def locate(self, names: Sequence[str]) -> int:
+        """Find the records before a read of some of them; how many, from the first on, were found now or before."""
+
+    def known(self, names: Sequence[str]) -> list[str]:
+        """Which of the records the store knows the place of, without a look."""
+
+    def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        """Store records of blocks that follow one another, together; one that exists may stay as it is."""
 
 
 def group_name(namespace: Namespace, seal: RecordMac) -> str:

@@ -6,19 +6,21 @@ Owns what is asked, read and written of the store at once, and the consequences 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
-from itertools import takewhile
-from typing import Final
+from dataclasses import dataclass, replace
+from itertools import compress, pairwise
+from typing import Final, TypeAlias
 
-from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import (
     HEADER_BYTES,
+    ROOT,
     UNSEALED,
     BlockBuffer,
+    Entry,
     Progress,
     RecordError,
     RecordHeader,
@@ -29,7 +31,7 @@ from kvpact.tiers.base import (
     TierHealth,
     leading,
 )
-from kvpact.tiers.record import Block, bytes_of, chained, require_at_most
+from kvpact.tiers.record import bytes_of, require_at_most
 from kvpact.tiers.shared.accounts import Accounts
 from kvpact.tiers.shared.reader import RecordReader
 from kvpact.tiers.shared.refuted import RefutedRuns
@@ -39,6 +41,7 @@ from kvpact.tiers.shared.store import (
     RecordStore,
     StoreError,
     StoreUsage,
+    SupportsPacks,
     group_name,
     headers_of,
     key_of,
@@ -52,6 +55,8 @@ GROUP_BYTES: Final = 16 << 20
 """Payload of one call of a store: large enough for its batches, small enough to end early at a deadline. Headers do not
 count, so that a read of as many bytes into the arena is one call."""
 
+_Write: TypeAlias = Callable[[Sequence[str], Sequence[RecordPieces]], None]
+
 USAGE_SECONDS: Final = 30.0
 """Maximum age of the known usage while blocks are written."""
 
@@ -60,7 +65,7 @@ class SharedTier(Tier):
     """See `Tier`. Blocks in a `RecordStore`, verified one by one; every call may wait for the store.
 
     Other engines store, evict and delete here, so only the store knows what it holds: a hole is a miss, and `delete`
-    drops only the named blocks; blocks after them cannot be reached until they are stored again.
+    drops only the named blocks; a prompt's blocks after them are not found until they are stored again.
     """
 
     exclusive = False
@@ -80,6 +85,8 @@ class SharedTier(Tier):
         self._accounts = Accounts(logger, f"{self.name} tier at {store.place}")
         self._refuted = RefutedRuns(store, self._group)
         self._reader = RecordReader(store, self._digest, self._group, seal, slot_bytes, self._accounts, self._refuted)
+        self._packs = store if isinstance(store, SupportsPacks) else None
+        self._prompt = _Prompt()
         self._usage = StoreUsage()
         self._usage_at = float("-inf")
         self._described = False
@@ -87,131 +94,132 @@ class SharedTier(Tier):
 
     # Lookups and reads
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
-        with self._uses.one() as running:
-            return leading(self._exists(keys, self.store.exists)) if running else 0
-
-    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._uses.one() as running:
-            return self._exists(keys, self.store.exists_each) if running else [False] * len(keys)
-
-    def _exists(self, keys: Sequence[BlockKey], exists: Callable[[Sequence[str]], list[bool]]) -> list[bool]:
-        found = [False] * len(keys)
-        if keys:
-            with self._accounts.noting("read"):
-                found = exists(self._names(keys))
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._uses.one() as running, self._accounts.noting("read"):
+            if running and keys:
+                found = self.store.exists(self._names(keys))
                 self._accounts.last_errors.clear("read")
-        return found
+                return found
+        return [False] * len(keys)
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """See `SupportsPrefix`."""
+        if self._packs is None:
+            return leading(self.lookup(keys))
+        with self._uses.one() as running, self._accounts.noting("read"):
+            if running and keys:
+                count = self._packs.leading(self._names(keys))
+                self._accounts.last_errors.clear("read")
+                return count
+        return 0
+
+    def put_start(self, keys: Sequence[BlockKey]) -> int:
+        """See `SupportsPrefix`."""
+        return self.leading(keys)
+
+    def locate(self, keys: Sequence[BlockKey]) -> None:
+        """See `SupportsLocate`. The store is asked when this thread reads or writes the last of these blocks."""
+        if self._packs is not None:
+            self._prompt.names = self._names(keys)
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
-        self._require_sizes(buffers)
-        arrived = 0
-        wanted = chained(keys, start, min(start + len(buffers), len(keys)))
-        with self._uses.one() as running, self._accounts.noting("read"):
-            if not running or not wanted:
-                return 0
-            self.store.locate(self._names(keys[: start + len(wanted)]))
-            for first, end in _batches(buffers[: len(wanted)]):
-                arrived += sum(takewhile(bool, self._reader.read(wanted[first:end], buffers[first:end])))
-                more = on_progress is None or on_progress(arrived)
-                if arrived < end or not more:
-                    break
-        return arrived
-
-    def get_each(
         self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
     ) -> list[bool]:
         self._require_sizes(buffers)
         arrived = [False] * len(keys)
         with self._uses.one() as running, self._accounts.noting("read"):
-            if not running or not keys:
-                return arrived
-            self.store.locate_each(self._names(keys))
-            for first, end in _batches(buffers):
-                sound = self._reader.read([Block(key) for key in keys[first:end]], buffers[first:end])
-                for index, is_sound in enumerate(sound, first):
+            wanted = self._found_before(keys) if running and keys else 0
+            for first, end in _batches(buffers[:wanted]):
+                for index, is_sound in enumerate(self._reader.read(keys[first:end], buffers[first:end]), first):
                     arrived[index] = is_sound
                 if on_progress is not None and not on_progress(leading(arrived)):
                     break
         return arrived
 
+    def _found_before(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these blocks to read: as many of a prompt's as its packs have, all if they are no prompt's."""
+        if self._packs is None:
+            return len(keys)
+        prompt = self._prompt.take(self._names(keys))
+        return len(keys) if prompt is None else max(0, self._packs.locate(prompt) - len(prompt) + len(keys))
+
     # Writes
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        wanted = chained(keys, start, start + len(buffers))
-        return leading(self._put(keys[:start], wanted, buffers, epoch, self.store.exists, self.store.write))
-
-    def put_each(
-        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> list[bool]:
-        wanted = [Block(key) for key in keys]
-        return self._put((), wanted, buffers, epoch, self.store.exists_each, self.store.write_each)
-
-    def _put(
-        self,
-        before: Sequence[BlockKey],
-        wanted: Sequence[Block],
-        buffers: Sequence[BlockBuffer],
-        epoch: Epoch,
-        exists: Callable[[Sequence[str]], list[bool]],
-        write: Callable[[Sequence[str], Sequence[RecordPieces]], None],
-    ) -> list[bool]:
-        """Store what is missing of the `wanted` blocks if all `before` are there; whether each is there then."""
-        self._require_sizes(buffers)
-        keys = [block.key for block in wanted]
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        self._require_sizes([entry.buffer for entry in entries])
         with self._uses.one() as running:
-            if not running or not wanted:
-                return [False] * len(wanted)
+            if not running or not entries:
+                return [False] * len(entries)
+            runs = _runs(entries)
+            prompt = self._prompt.take(self._names([entry.key for entry in entries])) if self._packs else None
+            held: set[BlockKey] = set()
             try:
-                held = exists(self._names([*before, *keys]))
-                if not all(held[: len(before)]):
-                    return [False] * len(wanted)
-                self._describe()
-                each = zip(held[len(before) :], wanted, buffers, strict=True)
-                missing = [(block, buffer) for there, block, buffer in each if not there]
-                self._write(missing, epoch, write)
-                self._accounts.last_errors.clear("write")
-                self._note_usage()
-                return [True] * len(wanted)
+                held = self._held(runs, prompt)
+                if wanted := _storable(runs, held):
+                    self._describe()
+                    self._store(wanted, held)
+                    self._accounts.last_errors.clear("write")
+                    self._note_usage()
+                    held.update(entry.key for run in wanted for entry in run.entries)
+                return [entry.key in held for entry in entries]
             except StoreError as error:
                 self._accounts.note_failed("write", error)
-            stored = self._exists(keys, exists)
+            held.clear()
+            with self._accounts.noting("read"):
+                held |= self._held(runs, prompt)
+                self._accounts.last_errors.clear("read")
+            stored = [entry.key in held for entry in entries]
             self._accounts.note_dropped(stored.count(False))
             return stored
 
-    def _write(
-        self,
-        missing: Sequence[tuple[Block, BlockBuffer]],
-        epoch: Epoch,
-        write: Callable[[Sequence[str], Sequence[RecordPieces]], None],
-    ) -> None:
+    def _held(self, runs: Sequence[_Run], prompt: Sequence[str] | None) -> set[BlockKey]:
+        """The keys that the store has, of the blocks of the runs and of those before each run.
+
+        `prompt` has the names of all blocks up to the last of the run, if there is one run and they are known.
+        """
+        alone, held = list(runs), set[BlockKey]()
+        if self._packs is not None:
+            alone = [run for run in runs if not run.follow]
+            for run in (run for run in runs if run.follow):
+                names = prompt if prompt is not None and len(runs) == 1 else self._names(run.keys)
+                held.update(run.keys[: max(0, self._packs.leading(names) - len(names) + len(run.keys))])
+        if keys := list(dict.fromkeys(key for run in alone for key in run.keys)):
+            held.update(compress(keys, self.store.exists(self._names(keys))))
+        return held
+
+    def _store(self, runs: Sequence[_Run], held: Container[BlockKey]) -> None:
+        """Store the blocks of these runs that are not `held`."""
+        alone: list[Entry] = []
+        writes: list[tuple[_Write, Sequence[Entry]]] = [(self.store.write, alone)]
+        for run in runs:
+            missing = [entry for entry in run.entries if entry.key not in held]
+            if self._packs is not None and run.follow:
+                writes.append((self._packs.write_pack, missing))
+            else:
+                alone += missing
+        for write, entries in writes:
+            self._write(entries, write)
+
+    def _write(self, missing: Sequence[Entry], write: _Write) -> None:
         now = time.time()
-        for first, end in _batches([buffer for _, buffer in missing]):
-            records: list[RecordPieces] = []
-            for block, buffer in missing[first:end]:
-                digest = self._seal.payload_digest(buffer)
-                header = RecordHeader(
-                    self._digest,
-                    block.key,
-                    block.parent,
-                    block.depth,
-                    bytes_of(buffer),
-                    digest,
-                    now,
-                    now,
-                    epoch=epoch,
-                    run=self._refuted.own,
-                )
-                records.append([header.encode(self._seal), *buffer])
-            write(self._names([block.key for block, _ in missing[first:end]]), records)
+        for first, end in _batches([entry.buffer for entry in missing]):
+            batch = missing[first:end]
+            write(self._names([entry.key for entry in batch]), [self._record(entry, now) for entry in batch])
+
+    def _record(self, entry: Entry, now: float) -> RecordPieces:
+        header = RecordHeader(
+            self._digest,
+            entry.key,
+            entry.parent,
+            entry.depth,
+            bytes_of(entry.buffer),
+            self._seal.payload_digest(entry.buffer),
+            now,
+            now,
+            epoch=entry.epoch,
+            run=self._refuted.own,
+        )
+        return [header.encode(self._seal), *entry.buffer]
 
     def _describe(self) -> None:
         """Store the namespace's fields beside the records, once."""
@@ -251,6 +259,7 @@ class SharedTier(Tier):
         return replace(self._accounts.counts(), evicted=self.store.evicted)
 
     def scan(self) -> Iterator[RecordHeader]:
+        """See `SupportsScan`."""
         with self._uses.one() as running, self._accounts.noting("read"):
             names = [record.name for record in self.store.names(self._group) if key_of(record.name)] if running else []
             for name, raw in headers_of(self.store, names):
@@ -272,6 +281,55 @@ class SharedTier(Tier):
 
     def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
         require_at_most(buffers, self._slot_bytes, f"the largest block of {self.store.place} has")
+
+
+class _Prompt(threading.local):
+    """The names of a prompt's records that a thread was told of and has not read or written yet."""
+
+    names: Sequence[str] = ()
+
+    def take(self, names: Sequence[str]) -> Sequence[str] | None:
+        """The prompt's names up to the last of these, if they are its last ones. Forgets them."""
+        prompt, self.names = self.names, ()
+        return prompt if prompt and prompt[-len(names) :] == names else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Blocks to be stored, each of which follows the one before it."""
+
+    entries: Sequence[Entry]
+
+    @property
+    def parent(self) -> BlockKey:
+        return self.entries[0].parent
+
+    @property
+    def follow(self) -> bool:
+        """Whether any of them follows another block; else it is one that stands for itself."""
+        return self.parent != ROOT or len(self.entries) > 1
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """The key of the block before the first one, if there is one, and their own."""
+        return [*filter(None, [self.parent]), *(entry.key for entry in self.entries)]
+
+
+def _runs(entries: Sequence[Entry]) -> list[_Run]:
+    """The entries as runs, in which each one's parent is the one before it."""
+    starts = [at for at, entry in enumerate(entries) if not at or entry.parent != entries[at - 1].key]
+    return [_Run(entries[first:end]) for first, end in pairwise([*starts, len(entries)])]
+
+
+def _storable(runs: Iterable[_Run], held: Set[BlockKey]) -> list[_Run]:
+    """The runs whose parent is held or among the blocks of a run before."""
+    storable: list[_Run] = []
+    there = {ROOT, *held}
+    for run in runs:
+        if run.parent in there:
+            storable.append(run)
+            there.update(entry.key for entry in run.entries)
+    return storable
 
 
 def _batches(buffers: Sequence[BlockBuffer]) -> Iterator[tuple[int, int]]:
