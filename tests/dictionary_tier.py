@@ -127,7 +127,7 @@ class DictionaryTier(Tier):
         if not self._met("write", self.faults.before_write, entry.key):
             self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + 1)
             return
-        record = self._record(entry)
+        record = self.record_of(entry)
         with self._lock:
             full = len(self.records) >= self.capacity_blocks
             if not (self._closed or self._lacks_parent(entry) or (full and not self._evict(needed))):
@@ -136,7 +136,8 @@ class DictionaryTier(Tier):
     def _lacks_parent(self, entry: Entry) -> bool:
         return entry.parent != ROOT and not all(self.lookup([entry.parent]))
 
-    def _record(self, entry: Entry) -> Record:
+    def record_of(self, entry: Entry) -> Record:
+        """What is stored of a block."""
         payload, now = bytearray().join(entry.buffer), time.time()
         digest = payload_digest([memoryview(payload)])
         named = self.namespace, entry.key, entry.parent, entry.depth
