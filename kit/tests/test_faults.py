@@ -16,7 +16,7 @@ from kvpact.contract import JobOutcome, LoadJob, WorkerReport
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact.tiers.base import BlockBuffer, SupportsLocate, SupportsPrefix, SupportsScan, chained
+from kvpact.tiers.base import BlockBuffer, SupportsLocate, SupportsPrefix, SupportsScan, Tier, chained
 from kvpact.tiers.executor import Done, GetDone, TierExecutor
 from kvpact_testkit.engine.simulated_worker import JobBehavior
 from kvpact_testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
@@ -238,15 +238,13 @@ def test_the_wrapper_can_do_what_its_tier_can() -> None:
         def locate(self, keys: Sequence[BlockKey]) -> None:
             located.append(keys)
 
+    def abilities(tier: Tier) -> list[bool]:
+        return [isinstance(tier, kind) for kind in (SupportsPrefix, SupportsScan, SupportsLocate)]
+
     located: list[Sequence[BlockKey]] = []
-    full = faulty()
-    assert isinstance(full, SupportsPrefix)
-    assert isinstance(full, SupportsScan)
-    assert not isinstance(full, SupportsLocate)
+    assert abilities(faulty()) == [True, True, False]
     other = FaultyTier(Locates(Namespace({}), SLOT, 8), Faults())
-    assert isinstance(other, SupportsLocate)
-    assert not isinstance(other, SupportsPrefix)
-    assert not isinstance(other, SupportsScan)
+    assert abilities(other) == [False, False, True]
     other.locate(DOCUMENT.keys)
     assert located == [DOCUMENT.keys]
 

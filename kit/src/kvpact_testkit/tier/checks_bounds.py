@@ -68,9 +68,10 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
         first, second = document("first", CAPACITY), document("second", CAPACITY // 2)
         tier.put(first)
         stored = tier.put(second)
-        left = tier.held(first)
+        left = tier.lookup(first)
         require(stored, "a full tier takes nothing new")
         require(0 in left, f"of {CAPACITY} blocks no head is left, after {len(stored)} others were stored")
+        expect("blocks held of it", tier.held(first), left)
         documents = [first, second]
         for number in range(12):
             documents.append(first.branch(f"branch {number}", number % 4 + 1, CAPACITY // 2 + number % 3))

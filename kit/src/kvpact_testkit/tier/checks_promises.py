@@ -139,7 +139,9 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         for block, key in enumerate(SEPARATE.keys):
             for nbytes in sorted({0, slot // 4, slot // 2, slot} - {size_of(key, slot)}):
                 (arrived,) = tier.tier.get([key], empty_buffers(1, nbytes, self.ranks))
-                require(not arrived, f"separate block {block} of {size_of(key, slot)} bytes is served as {nbytes}")
+                require(
+                    not arrived, f"separate block {block} of {size_of(key, slot)} bytes is served as one of {nbytes}"
+                )
         tier.require_undamaged("and all that was asked for were blocks of another size")
         expect("blocks held after reads of other sizes", tier.held(SEPARATE), range(6))
 
