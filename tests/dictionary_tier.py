@@ -13,17 +13,19 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvpact.errors import TierError
-from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import (
     HEADER_BYTES,
+    ROOT,
     BlockBuffer,
+    Entry,
     Progress,
     RecordHeader,
     Tier,
     TierCapacity,
     TierCounts,
     TierHealth,
+    leading,
     payload_digest,
 )
 from kvpact_testkit.faults import Faults
@@ -66,32 +68,28 @@ class DictionaryTier(Tier):
         self._trouble = ""
         self._closed = False
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         with self._lock:
-            if self._closed:
-                return 0
-            return next(
-                (block for block, key in enumerate(keys) if (self.namespace, key) not in self.records), len(keys)
-            )
+            return [not self._closed and (self.namespace, key) in self.records for key in keys]
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        return leading(self.lookup(keys))
+
+    def put_start(self, keys: Sequence[BlockKey]) -> int:
+        return self.leading(keys)
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
-        arrived = 0
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
         with self._lock:
-            held = self.lookup(keys)
-            self._drop(keys[held : held + 1])  # a block that is gone takes along what is behind it
-        wanted = min(held - start, len(buffers))
-        while arrived < wanted and self._read(keys[start + arrived], buffers[arrived]):
-            arrived += 1
-            if on_progress is not None and not on_progress(arrived):
+            self._drop(key for key, held in zip(keys, self.lookup(keys), strict=True) if not held)
+        arrived: list[bool] = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            arrived.append(self._read(key, buffer))
+            if on_progress is not None and not on_progress(leading(arrived)):
                 break
-        self._use(keys[: start + arrived])
-        return arrived
+        self._use(keys[: len(arrived)])
+        return arrived + [False] * (len(keys) - len(arrived))
 
     def _read(self, key: BlockKey, buffer: BlockBuffer) -> bool:
         """Copy one block; whether it is sound. If not it is dropped."""
@@ -99,7 +97,7 @@ class DictionaryTier(Tier):
             self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
             return False
         with self._lock:
-            record = self.records.get((self.namespace, key))
+            record = None if self._closed else self.records.get((self.namespace, key))
         if record is None:
             return False
         size = sum(piece.nbytes for piece in buffer)
@@ -113,32 +111,37 @@ class DictionaryTier(Tier):
             self._counts = replace(self._counts, damaged=self._counts.damaged + (self._drop([key]) > 0))
         return False
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        for block in range(max(start, self.lookup(keys)), start + len(buffers)):
-            if not self._met("write", self.faults.before_write, keys[block]):
-                self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + 1)
-                break
-            if not self._write(keys, block, bytearray().join(buffers[block - start]), epoch):
-                break
-        held = self.lookup(keys)
-        self._use(keys[:held])
-        return max(0, min(held - start, len(buffers)))
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        needed = {key for entry in entries for key in (entry.key, entry.parent)}
+        for entry in entries:
+            if not all(self.lookup([entry.key])):
+                self._write(entry, needed)
+        keys = [entry.key for entry in entries]
+        self._use(keys)
+        return self.lookup(keys)
 
-    def _write(self, keys: Sequence[BlockKey], block: int, payload: bytearray, epoch: Epoch) -> bool:
-        """Store one block if the one before it is held and there is room, or some can be made."""
-        now = time.time()
-        parent = keys[block - 1] if block else b""
-        digest = payload_digest([memoryview(payload)])
-        header = RecordHeader(self.namespace, keys[block], parent, block, len(payload), digest, now, now, epoch=epoch)
+    def _write(self, entry: Entry, needed: set[BlockKey]) -> None:
+        """Store one block if its parent is held and there is room, or some can be made."""
+        if self._lacks_parent(entry):
+            return
+        if not self._met("write", self.faults.before_write, entry.key):
+            self._counts = replace(self._counts, dropped_writes=self._counts.dropped_writes + 1)
+            return
+        record = self.record_of(entry)
         with self._lock:
-            if self._closed or self.lookup(keys) != block:
-                return False
-            if len(self.records) >= self.capacity_blocks and not self._evict(set(keys)):
-                return False
-            self.records[self.namespace, keys[block]] = Record(header, payload)
-            return True
+            full = len(self.records) >= self.capacity_blocks
+            if not (self._closed or self._lacks_parent(entry) or (full and not self._evict(needed))):
+                self.records[self.namespace, entry.key] = record
+
+    def _lacks_parent(self, entry: Entry) -> bool:
+        return entry.parent != ROOT and not all(self.lookup([entry.parent]))
+
+    def record_of(self, entry: Entry) -> Record:
+        """What is stored of a block."""
+        payload, now = bytearray().join(entry.buffer), time.time()
+        digest = payload_digest([memoryview(payload)])
+        named = self.namespace, entry.key, entry.parent, entry.depth
+        return Record(RecordHeader(*named, len(payload), digest, now, now, epoch=entry.epoch), payload)
 
     def _evict(self, needed: set[BlockKey]) -> bool:
         """Drop the least recently used block that no other one needs."""
@@ -151,10 +154,11 @@ class DictionaryTier(Tier):
         return False
 
     def _use(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks were used now, the deepest first."""
         with self._lock:
-            for key in keys:
-                if (record := self.records.pop((self.namespace, key), None)) is not None:
-                    self.records[self.namespace, key] = record
+            used = [self.records.pop((self.namespace, key), None) for key in keys]
+            for record in sorted(filter(None, used), key=lambda record: -record.header.depth):
+                self.records[self.namespace, record.header.key] = record
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         if self._closed:

@@ -11,36 +11,70 @@ from typing import Any
 
 from dictionary_tier import DictionaryTier, Record, Records
 from kvpact.errors import TierError
-from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, TierCapacity, TierCounts, TierHealth, payload_digest
+from kvpact.tiers.base import (
+    BlockBuffer,
+    Entry,
+    Progress,
+    RecordHeader,
+    TierCapacity,
+    TierCounts,
+    TierHealth,
+    chained,
+    leading,
+    payload_digest,
+)
 from kvpact_testkit.faults import Faults
 
 
 class CountsHits(DictionaryTier):
-    """H20: stores what it is given, and counts what it finds of a request's blocks, wherever the holes are."""
+    """H20: stores what it is given, and counts what it finds of a prompt's blocks, wherever the holes are."""
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
-        return sum((self.namespace, key) in self.records for key in keys)
+    exclusive = False
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        for block, buffer in enumerate(buffers, start):
-            store_unasked(self, keys, block, buffer)
-        return len(buffers)
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        for entry in entries:
+            store_unasked(self, entry)
+        return self.lookup([entry.key for entry in entries])
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        return sum(self.lookup(keys))
+
+
+class StopsAtTheHole(DictionaryTier):
+    """T2, H20: `lookup` answers as if each block needed those that were named before it."""
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        row = leading(super().lookup(keys))
+        return [index < row for index in range(len(keys))]
 
 
 class StoresOrphans(DictionaryTier):
-    """T2: stores blocks whose chain is not held; they appear when it is."""
+    """T12: stores blocks whose parent is missing."""
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        for block, buffer in enumerate(buffers, start):
-            if (self.namespace, keys[block]) not in self.records:
-                store_unasked(self, keys, block, buffer)
-        return max(0, min(self.lookup(keys) - start, len(buffers)))
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        for entry in entries:
+            if not all(self.lookup([entry.key])):
+                store_unasked(self, entry)
+        return self.lookup([entry.key for entry in entries])
+
+
+class StoresOrphansUnseen(DictionaryTier):
+    """T12: stores blocks whose parent is missing; they appear when it is there."""
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [held and self._is_reached(key) for key, held in zip(keys, super().lookup(keys), strict=True)]
+
+    def _is_reached(self, key: BlockKey) -> bool:
+        while (record := self.records.get((self.namespace, key))) is not None and record.header.parent:
+            key = record.header.parent
+        return record is not None
+
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        for entry in entries:
+            if (self.namespace, entry.key) not in self.records:
+                store_unasked(self, entry)
+        return self.lookup([entry.key for entry in entries])
 
 
 class ServesDamage(DictionaryTier):
@@ -70,57 +104,45 @@ class ReadsLate(DictionaryTier):
     """H21: gives up a read after its deadline; the thread that reads does not know."""
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
-        arrived: list[int] = []
-        reading = threading.Thread(target=lambda: arrived.append(super(ReadsLate, self).get(keys, start, buffers)))
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        arrived: list[list[bool]] = []
+        reading = threading.Thread(target=lambda: arrived.append(super(ReadsLate, self).get(keys, buffers)))
         reading.start()
         reading.join(0.1)
-        return arrived[0] if arrived else 0
+        return arrived[0] if arrived else [False] * len(keys)
 
 
 class ReadsAhead(DictionaryTier):
     """H21: a read that is ended early goes on behind its caller's back."""
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
-        arrived = super().get(keys, start, buffers, on_progress)
-        if arrived < len(buffers):
-            threading.Timer(0.02, super().get, (keys, start + arrived, buffers[arrived:])).start()
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        arrived = super().get(keys, buffers, on_progress)
+        if (row := leading(arrived)) < len(keys):
+            threading.Timer(0.02, super().get, (keys[row:], buffers[row:])).start()
         return arrived
 
 
 class VisibleTooSoon(DictionaryTier):
     """H26: enters a block first, and copies its bytes then."""
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        for block, buffer in enumerate(buffers, start):
-            if self.lookup(keys[: block + 1]) == block and len(self.records) < self.capacity_blocks:
-                store_unasked(self, keys, block, [memoryview(bytes(self.slot_bytes))])
-                copy_in(self, keys[block], buffer)
-        return max(0, min(self.lookup(keys) - start, len(buffers)))
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        for entry in entries:
+            if not all(self.lookup([entry.key])) and len(self.records) < self.capacity_blocks:
+                store_unasked(self, replace(entry, buffer=[memoryview(bytes(self.slot_bytes))]))
+                copy_in(self, entry.key, entry.buffer)
+        return self.lookup([entry.key for entry in entries])
 
 
 class KeepsFailedWrites(DictionaryTier):
     """H26: a write that fails leaves half a block, under a checksum of that half."""
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        stored = super().put(keys, start, buffers, epoch)
-        if stored < len(buffers) and not self.health().ok and self.lookup(keys) == start + stored:
-            store_unasked(self, keys, start + stored, [memoryview(bytes(self.slot_bytes))])
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        stored = super().put(entries)
+        if not all(stored) and not self.health().ok:
+            store_unasked(self, replace(entries[leading(stored)], buffer=[memoryview(bytes(self.slot_bytes))]))
         return stored
 
 
@@ -131,8 +153,15 @@ class HasNoBound(DictionaryTier):
         return True
 
 
-class EvictsHeads(DictionaryTier):
-    """H54: drops the block that was used longest ago, whatever needs it."""
+class IgnoresDepth(DictionaryTier):
+    """T13: evicts the block that was stored first, however deep it is."""
+
+    def _use(self, keys: Sequence[BlockKey]) -> None:
+        pass
+
+
+class EvictsHeads(IgnoresDepth):
+    """H54: drops the block that was stored first, whatever needs it."""
 
     def _evict(self, needed: set[BlockKey]) -> bool:
         oldest = next((name for name in self.records if name[1] not in needed), None)
@@ -146,11 +175,9 @@ class EvictsHeads(DictionaryTier):
 class DropsWrites(DictionaryTier):
     """T1, H31: says that it stored what it threw away."""
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        super().put(keys, start, buffers[:4], epoch)
-        return len(buffers)
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        super().put(entries[:4])
+        return [True] * len(entries)
 
 
 class MixesNamespaces(DictionaryTier):
@@ -170,12 +197,11 @@ class ClearsTheNeighbours(DictionaryTier):
 class WritesAgain(DictionaryTier):
     """T3: writes what it holds already."""
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        for block in range(start, min(self.lookup(keys), start + len(buffers))):
-            store_unasked(self, keys, block, buffers[block - start])
-        return super().put(keys, start, buffers, epoch)
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        for entry, held in zip(entries, self.lookup([entry.key for entry in entries]), strict=True):
+            if held:
+                store_unasked(self, entry)
+        return super().put(entries)
 
 
 class DeletesOneBlock(DictionaryTier):
@@ -224,11 +250,11 @@ class RaisesErrors(DictionaryTier):
 class AsksTheStore(DictionaryTier):
     """H58: a lookup asks the store, on the scheduler's thread."""
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:
             self.faults.before_read()
         except OSError:
-            return 0
+            return [False] * len(keys)
         return super().lookup(keys)
 
 
@@ -304,34 +330,33 @@ class HalfAnswersThreads(DictionaryTier):
 
 
 class ServesANeighbour(DictionaryTier):
-    """T9: reads the loose blocks that it finds one after another into the buffers, also where one is missing."""
+    """T2: reads the blocks that it finds one after another into the buffers, also where one is missing."""
 
-    def get_each(
+    def get(
         self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
     ) -> list[bool]:
-        found = [key for key in keys if self.lookup([key])]
-        arrived = super().get_each(found, buffers[: len(found)], on_progress)
+        found = [key for key in keys if all(self.lookup([key]))]
+        arrived = super().get(found, buffers[: len(found)], on_progress)
         return arrived + [False] * (len(keys) - len(found))
 
 
-class CountsLooseHoles(DictionaryTier):
-    """T9: takes a loose block for there if a later one is, as in a chain."""
+class ServesHoles(DictionaryTier):
+    """T2: takes a block for there if a later one is."""
 
-    def get_each(
+    def get(
         self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
     ) -> list[bool]:
-        arrived = super().get_each(keys, buffers, on_progress)
+        arrived = super().get(keys, buffers, on_progress)
         return [any(arrived[index:]) for index in range(len(keys))]
 
 
-class ChainsLooseBlocks(DictionaryTier):
-    """T9: stores loose blocks as a chain, so that one takes along those that came with it."""
+class ChainsEverything(DictionaryTier):
+    """T9: stores blocks without a parent as a chain, so that one takes along those that came with it."""
 
-    def put_each(
-        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> list[bool]:
-        stored = self.put(keys, 0, buffers, epoch)
-        return [index < stored for index in range(len(keys))]
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        keys, buffers = [entry.key for entry in entries], [entry.buffer for entry in entries]
+        alone = entries and not any(entry.parent for entry in entries)
+        return super().put(chained(keys, buffers) if alone else entries)
 
 
 class ServesAnySize(DictionaryTier):
@@ -348,19 +373,14 @@ class ServesAnySize(DictionaryTier):
 class StoresNoEmptyBlocks(DictionaryTier):
     """T10: takes a block of no bytes for none."""
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        return super().put(keys, start, [buffer for buffer in buffers if any(map(len, buffer))], epoch)
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        super().put([entry for entry in entries if any(map(len, entry.buffer))])
+        return self.lookup([entry.key for entry in entries])
 
 
-def store_unasked(tier: DictionaryTier, keys: Sequence[BlockKey], block: int, buffer: BlockBuffer) -> None:
-    """Store one block, whatever stands before it and however full the tier is."""
-    payload = bytearray().join(buffer)
-    parent = keys[block - 1] if block else b""
-    digest = payload_digest([memoryview(payload)])
-    header = RecordHeader(tier.namespace, keys[block], parent, block, tier.slot_bytes, digest, 0.0, 0.0)
-    tier.records[tier.namespace, keys[block]] = Record(header, payload)
+def store_unasked(tier: DictionaryTier, entry: Entry) -> None:
+    """Store one block, whether or not its parent is there and however full the tier is."""
+    tier.records[tier.namespace, entry.key] = tier.record_of(entry)
 
 
 def copy_in(tier: DictionaryTier, key: BlockKey, buffer: BlockBuffer) -> None:

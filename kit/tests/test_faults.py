@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -13,12 +14,13 @@ import pytest
 from dictionary_tier import DictionaryTier
 from kvpact.contract import JobOutcome, LoadJob, WorkerReport
 from kvpact.errors import TierError
-from kvpact.identity.keys import Namespace
+from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.ranges import BlockRange, RangeSet
+from kvpact.tiers.base import BlockBuffer, SupportsLocate, SupportsPrefix, SupportsScan, Tier, chained
 from kvpact.tiers.executor import Done, GetDone, TierExecutor
 from kvpact_testkit.engine.simulated_worker import JobBehavior
 from kvpact_testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
-from kvpact_testkit.sample_blocks import CANARY, LOOSE, Document, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
 from rank_faults import RankFaultPlan, RankFaults
 
 SLOT = 256
@@ -34,15 +36,21 @@ def faulty(plan: FaultPlan | None = None) -> FaultyTier:
 
 
 def put(tier: FaultyTier, wanted: Document = DOCUMENT, start: int = 0) -> int:
-    return tier.put(wanted.keys, start, filled_buffers(wanted.keys[start:], SLOT))
+    keys = wanted.keys[start:]
+    return sum(tier.put(chained(keys, filled_buffers(keys, SLOT), wanted.keys[:start])))
 
 
 def served(tier: FaultyTier, wanted: Document = DOCUMENT) -> int:
     """Blocks served, all of which must be sound."""
     buffers = empty_buffers(len(wanted), SLOT)
-    arrived = tier.get(wanted.keys, 0, buffers)
-    assert [b"".join(buffer) for buffer in buffers[:arrived]] == [content(key, SLOT) for key in wanted.keys[:arrived]]
-    return arrived
+    arrived = tier.get(wanted.keys, buffers)
+    require_sound(wanted, arrived, buffers)
+    return sum(arrived)
+
+
+def require_sound(wanted: Document, arrived: list[bool], buffers: list[BlockBuffer]) -> None:
+    for there, key, buffer in zip(arrived, wanted.keys, buffers, strict=True):
+        assert not there or b"".join(buffer) == content(key, SLOT)
 
 
 def run(seed: int, threads: int) -> tuple[list[str], list[int]]:
@@ -76,7 +84,7 @@ def test_the_same_seed_gives_the_same_faults_whatever_threads_do() -> None:
 
 def test_without_a_plan_nothing_happens_and_all_is_counted() -> None:
     tier = faulty()
-    assert (put(tier), served(tier), tier.lookup(DOCUMENT.keys)) == (8, 8, 8)
+    assert (put(tier), served(tier), tier.lookup(DOCUMENT.keys)) == (8, 8, [True] * 8)
     assert tier.faults.calls == {Operation.PUT: 1, Operation.GET: 1, Operation.LOOKUP: 1}
     assert not tier.faults.history
 
@@ -101,26 +109,27 @@ def test_partial_operations_handle_fewer_blocks_and_stay_truthful() -> None:
     tier.faults.arm(Operation.PUT, Fault.PARTIAL)
     stored = put(tier)
     assert stored < 8
-    assert tier.tier.lookup(DOCUMENT.keys) == stored
+    assert tier.tier.lookup(DOCUMENT.keys).count(True) == stored
     put(tier)
     tier.faults.arm(Operation.GET, Fault.PARTIAL)
     tier.faults.arm(Operation.LOOKUP, Fault.PARTIAL)
     assert served(tier) < 8
-    assert tier.lookup(DOCUMENT.keys) <= 8
-    assert served(tier) == 8
+    assert tier.lookup(DOCUMENT.keys) != [True] * 8
+    tier.faults.arm(Operation.LOOKUP, Fault.PARTIAL)
+    assert tier.leading(DOCUMENT.keys) <= 8
+    assert served(tier) == tier.leading(DOCUMENT.keys) == 8
 
 
-def test_damage_ends_the_read_leaves_garbage_and_drops_the_block() -> None:
+def test_damage_leaves_garbage_and_drops_the_block() -> None:
     tier = faulty()
     put(tier)
     tier.faults.arm(Operation.GET, Fault.DAMAGE)
     buffers = empty_buffers(8, SLOT)
-    arrived = tier.get(DOCUMENT.keys, 0, buffers)
-    assert arrived < 8
-    assert [b"".join(buffer) for buffer in buffers[:arrived]] == [content(key, SLOT) for key in DOCUMENT.keys[:arrived]]
-    for key, buffer in zip(DOCUMENT.keys[arrived:], buffers[arrived:], strict=True):
-        assert b"".join(buffer) not in (content(key, SLOT), bytes([CANARY]) * SLOT)
-    assert tier.lookup(DOCUMENT.keys) == arrived
+    arrived = tier.get(DOCUMENT.keys, buffers)
+    require_sound(DOCUMENT, arrived, buffers)
+    (damaged,) = [block for block in range(8) if not arrived[block]]
+    assert b"".join(buffers[damaged]) not in (content(DOCUMENT.keys[damaged], SLOT), bytes([CANARY]) * SLOT)
+    assert tier.leading(DOCUMENT.keys) == damaged == sum(tier.lookup(DOCUMENT.keys)), "those after it needed it"
 
 
 @pytest.mark.parametrize("operation", [Operation.GET, Operation.PUT])
@@ -130,34 +139,13 @@ def test_silent_damage_is_what_a_check_must_see(operation: Operation) -> None:
         put(tier)
     tier.faults.arm(operation, Fault.SILENT_DAMAGE)
     given = filled_buffers(DOCUMENT.keys, SLOT)
-    tier.put(DOCUMENT.keys, 0, given)
+    tier.put(chained(DOCUMENT.keys, given))
     assert [b"".join(buffer) for buffer in given] == [content(key, SLOT) for key in DOCUMENT.keys], "the caller's stays"
     buffers = empty_buffers(8, SLOT)
-    assert tier.get(DOCUMENT.keys, 0, buffers) == 8
+    assert tier.get(DOCUMENT.keys, buffers) == [True] * 8
     found = b"".join(b"".join(buffer) for buffer in buffers)
     right = b"".join(content(key, SLOT) for key in DOCUMENT.keys)
     assert (int.from_bytes(found) ^ int.from_bytes(right)).bit_count() == 1
-
-
-def test_the_faults_of_loose_blocks_are_those_of_chains() -> None:
-    tier = faulty()
-    keys = LOOSE.keys
-    assert tier.put_each(keys, filled_buffers(keys, SLOT)) == [True] * 6 == tier.lookup_each(keys)
-    tier.faults.arm(Operation.GET, Fault.DAMAGE)
-    buffers = empty_buffers(6, SLOT)
-    assert tier.get_each(keys, buffers).count(False) == 1, "it is found, and dropped"
-    assert tier.lookup_each(keys).count(False) == 1
-    tier.faults.arm(Operation.GET, Fault.SILENT_DAMAGE)
-    arrived = tier.get_each(keys, buffers)
-    wrong = [b"".join(buffer) != content(key, SLOT) for key, buffer in zip(keys, buffers, strict=True)]
-    assert [one for one, there in zip(wrong, arrived, strict=True) if there].count(True) == 1
-    tier.faults.arm(Operation.PUT, Fault.PARTIAL)
-    tier.clear()
-    stored = tier.put_each(keys, filled_buffers(keys, SLOT))
-    assert stored == tier.lookup_each(keys) != [True] * 6
-    tier.faults.arm(Operation.GET, Fault.ERROR)
-    with pytest.raises(OSError, match="Input/output error"):
-        tier.get_each(keys, buffers)
 
 
 def test_a_hanging_read_waits_until_it_is_released() -> None:
@@ -165,7 +153,7 @@ def test_a_hanging_read_waits_until_it_is_released() -> None:
     put(tier)
     tier.faults.arm(Operation.GET, Fault.HANG)
     queue = TierExecutor(tier, 1, 1 << 20)
-    queue.submit_get("read", DOCUMENT.keys, 0, empty_buffers(8, SLOT))
+    queue.submit_get("read", DOCUMENT.keys, empty_buffers(8, SLOT))
     assert tier.faults.until_waiting(1, 10)
     tier.faults.step(100)
     assert [*queue.poll()] == []
@@ -176,7 +164,7 @@ def test_a_hanging_read_waits_until_it_is_released() -> None:
         if done:
             break
         time.sleep(0.01)
-    assert done == [GetDone("read", 8)]
+    assert done == [GetDone("read", (True,) * 8)]
     assert queue.close(10)
     assert tier.faults.waiting == 0
 
@@ -211,7 +199,7 @@ def test_after_a_crash_nothing_answers_until_the_next_process() -> None:
     assert not isinstance(Crash(), Exception), "no handler of a store's errors may swallow it"
     tier.faults.revive()
     assert served(tier, document("before", 3)) == 3
-    assert served(tier) == tier.lookup(DOCUMENT.keys) < 8
+    assert served(tier) == tier.leading(DOCUMENT.keys) < 8
 
 
 def test_a_store_that_dies_at_a_write_tears_it_and_makes_none_after() -> None:
@@ -236,11 +224,29 @@ def test_the_wrapper_passes_everything_else_on() -> None:
     assert tier.health().ok
     assert tier.counts() == tier.tier.counts()
     tier.clear()
-    assert tier.lookup(DOCUMENT.keys) == 0
+    assert tier.leading(DOCUMENT.keys) == tier.put_start(DOCUMENT.keys) == 0
     tier.faults.arm(Operation.CLEAR, Fault.ERROR)
     with pytest.raises((OSError, TierError)):
         tier.clear()
     tier.close()
+
+
+def test_the_wrapper_can_do_what_its_tier_can() -> None:
+    class Locates(DictionaryTier):
+        leading = scan = None  # type: ignore[assignment]  # it can do neither
+
+        def locate(self, keys: Sequence[BlockKey]) -> None:
+            located.append(keys)
+
+    def abilities(tier: Tier) -> list[bool]:
+        return [isinstance(tier, kind) for kind in (SupportsPrefix, SupportsScan, SupportsLocate)]
+
+    located: list[Sequence[BlockKey]] = []
+    assert abilities(faulty()) == [True, True, False]
+    other = FaultyTier(Locates(Namespace({}), SLOT, 8), Faults())
+    assert abilities(other) == [False, False, True]
+    other.locate(DOCUMENT.keys)
+    assert located == [DOCUMENT.keys]
 
 
 def test_a_reset_begins_anew() -> None:

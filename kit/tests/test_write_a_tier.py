@@ -31,14 +31,14 @@ def test_the_guides_tier_keeps_every_promise(tmp_path: Path) -> None:
     passed, skipped = re.findall(r"\d+", output.splitlines()[-1])[:2]
     assert "failed" not in output, output
     assert "error" not in output, output
-    assert (int(passed) > 25, int(skipped) < 6) == (True, True), output
+    assert (int(passed) > 30, int(skipped) < 12) == (True, True), output
     code = [line for line in FILES["file_tier.py"].splitlines() if line and not line.startswith(("import", "from"))]
     assert len(code) < 85
 
 
 def test_the_guides_first_tier_breaks_what_the_guide_says(tmp_path: Path) -> None:
     claimed = re.search(r"can run (\d+) of the (\d+) checks on it, and (\d+) of those find something", GUIDE)
-    shown = re.search(r"```text\nkvpact_testkit\.results\.Broken: (H20.*?)```", GUIDE, re.DOTALL)
+    shown = re.search(r"```text\nkvpact_testkit\.results\.Broken: (H23.*?)```", GUIDE, re.DOTALL)
     assert claimed is not None
     assert shown is not None
     run, checks, failed = (int(number) for number in claimed.groups())

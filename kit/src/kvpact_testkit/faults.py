@@ -10,17 +10,28 @@ import errno
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from hashlib import blake2b
 from random import Random
 from typing import TypeAlias
 
 from kvpact.errors import TierError
-from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
-from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
+from kvpact.tiers.base import (
+    BlockBuffer,
+    Entry,
+    Progress,
+    SupportsLocate,
+    SupportsPrefix,
+    SupportsScan,
+    Tier,
+    TierCapacity,
+    TierCounts,
+    TierHealth,
+)
 
 HISTORY = 10_000
 """Injected faults that are remembered."""
@@ -38,7 +49,7 @@ class Fault(StrEnum):
     PARTIAL = "partial"
     """The operation handles fewer blocks than the caller asked for."""
     DAMAGE = "damage"
-    """A block is found damaged: it is dropped with all that need it, and the buffers from there on hold garbage."""
+    """A block is found damaged: it is dropped with all that need it where that is known, and its buffer has garbage."""
     SILENT_DAMAGE = "silent damage"
     """A byte is flipped and not reported. No tier may do this; it shows that a check detects it."""
     CRASH = "crash"
@@ -233,89 +244,74 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """A tier with `faults`. It keeps a tier's promises except for SILENT_DAMAGE and raised errors."""
+    """A tier with `faults`. It keeps a tier's promises except for SILENT_DAMAGE and raised errors.
+
+    It has those of the optional methods `leading`, `put_start`, `locate` and `scan` that `tier` has.
+    """
 
     def __init__(self, tier: Tier, faults: Faults) -> None:
         self.tier = tier
         self.faults = faults
         self.name = tier.name
         self.exclusive = tier.exclusive
+        if isinstance(tier, SupportsPrefix):
+            self.leading = partial(self._leading, tier)
+            self.put_start = tier.put_start
+        if isinstance(tier, SupportsLocate):
+            self.locate = tier.locate
+        if isinstance(tier, SupportsScan):
+            self.scan = tier.scan
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
-        fault, chance = self._begin(Operation.LOOKUP, keys, 0)
+    @property
+    def others_evict(self) -> bool:
+        return self.tier.others_evict
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        fault, chance = self._begin(Operation.LOOKUP, keys)
         held = self.tier.lookup(keys)
+        return [there and chance.random() < 0.5 for there in held] if fault is Fault.PARTIAL else held
+
+    def _leading(self, tier: SupportsPrefix, keys: Sequence[BlockKey]) -> int:
+        fault, chance = self._begin(Operation.LOOKUP, keys)
+        held = tier.leading(keys)
         return chance.randint(0, held) if fault is Fault.PARTIAL else held
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
-        def get(count: int) -> int:
-            return self.tier.get(keys, start, buffers[:count], on_progress)
-
-        fault, chance, count = self._halfway(Operation.GET, _name(keys, start), len(buffers), get)
-        arrived = get(count if fault is Fault.PARTIAL else len(buffers))
-        if fault is Fault.SILENT_DAMAGE and arrived:
-            _flip(buffers[min(count, arrived - 1)], chance)
-        elif fault is Fault.DAMAGE and count < arrived:
-            for buffer in buffers[count:arrived]:
-                for piece in buffer:
-                    piece[:] = chance.randbytes(piece.nbytes)
-            self.tier.delete([keys[start + count]])
-            return count
-        return arrived
-
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        def put(count: int) -> int:
-            return self.tier.put(keys, start, buffers[:count], epoch)
-
-        fault, chance, count = self._halfway(Operation.PUT, _name(keys, start), len(buffers), put)
-        if fault is Fault.SILENT_DAMAGE and buffers:
-            buffers = [[memoryview(bytearray(piece)) for piece in buffer] for buffer in buffers]
-            _flip(buffers[count], chance)
-        return put(count if fault is Fault.PARTIAL else len(buffers))
-
-    def lookup_each(self, keys: Sequence[BlockKey]) -> list[bool]:
-        fault, chance = self._begin(Operation.LOOKUP, keys, 0)
-        held = self.tier.lookup_each(keys)
-        return [there and chance.random() < 0.5 for there in held] if fault is Fault.PARTIAL else held
-
-    def get_each(
         self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
     ) -> list[bool]:
         def get(count: int) -> list[bool]:
-            return self.tier.get_each(keys[:count], buffers[:count], on_progress) + [False] * (len(keys) - count)
+            return [*self.tier.get(keys[:count], buffers[:count], on_progress), *[False] * (len(keys) - count)]
 
-        fault, chance, count = self._halfway(Operation.GET, _name(keys, 0), len(keys), get)
+        fault, chance, count = self._halfway(Operation.GET, keys, get)
         arrived = get(count if fault is Fault.PARTIAL else len(keys))
-        if fault is Fault.SILENT_DAMAGE and any(arrived[count : count + 1]):
-            _flip(buffers[count], chance)
+        if fault is Fault.SILENT_DAMAGE and any(arrived):
+            there = [buffer for buffer, has_arrived in zip(buffers, arrived, strict=True) if has_arrived]
+            _flip(there[min(count, len(there) - 1)], chance)
         elif fault is Fault.DAMAGE and any(arrived[count : count + 1]):
+            for piece in buffers[count]:
+                piece[:] = chance.randbytes(piece.nbytes)
             self.tier.delete([keys[count]])
             arrived[count] = False
         return arrived
 
-    def put_each(
-        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> list[bool]:
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
         def put(count: int) -> list[bool]:
-            return self.tier.put_each(keys[:count], buffers[:count], epoch) + [False] * (len(keys) - count)
+            return [*self.tier.put(entries[:count]), *[False] * (len(entries) - count)]
 
-        fault, _, count = self._halfway(Operation.PUT, _name(keys, 0), len(keys), put)
-        return put(count if fault is Fault.PARTIAL else len(keys))
+        fault, chance, count = self._halfway(Operation.PUT, [entry.key for entry in entries], put)
+        if fault is Fault.SILENT_DAMAGE and entries:
+            copied = [memoryview(bytearray(piece)) for piece in entries[count].buffer]
+            _flip(copied, chance)
+            entries = [*entries[:count], replace(entries[count], buffer=copied), *entries[count + 1 :]]
+        return put(count if fault is Fault.PARTIAL else len(entries))
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         doomed = list(keys)
-        self._begin(Operation.DELETE, doomed, 0)
+        self._begin(Operation.DELETE, doomed)
         return self.tier.delete(doomed)
 
     def clear(self) -> None:
-        self._begin(Operation.CLEAR, (), 0)
+        self._begin(Operation.CLEAR, ())
         self.tier.clear()
 
     def capacity(self) -> TierCapacity:
@@ -324,30 +320,27 @@ class FaultyTier(Tier):
     def counts(self) -> TierCounts:
         return self.tier.counts()
 
-    def scan(self) -> Iterator[RecordHeader]:
-        return self.tier.scan()
-
     def health(self) -> TierHealth:
         return self.tier.health()
 
     def close(self) -> None:
         self.tier.close()
 
-    def _begin(self, operation: Operation, keys: Sequence[BlockKey], start: int) -> tuple[Fault | None, Random]:
+    def _begin(self, operation: Operation, keys: Sequence[BlockKey]) -> tuple[Fault | None, Random]:
         """`Faults.meet`, for operations that do not move blocks."""
-        fault, chance = self.faults.meet(operation, _name(keys, start))
+        fault, chance = self.faults.meet(operation, _name(keys))
         self._suffer(fault, chance)
         return fault, chance
 
     def _halfway(
-        self, operation: Operation, name: bytes, blocks: int, move: Callable[[int], object]
+        self, operation: Operation, keys: Sequence[BlockKey], move: Callable[[int], object]
     ) -> tuple[Fault | None, Random, int]:
         """`Faults.meet`, for operations that `move` blocks: a fault that stops or pauses one does so after some blocks.
 
         Also returns how many blocks succeed: all of them without a fault.
         """
-        fault, chance = self.faults.meet(operation, name)
-        count = chance.randint(0, max(0, blocks - 1)) if fault is not None else blocks
+        fault, chance = self.faults.meet(operation, _name(keys))
+        count = chance.randint(0, max(0, len(keys) - 1)) if fault is not None else len(keys)
         if fault in (Fault.DELAY, Fault.HANG, Fault.ERROR, Fault.CRASH):
             move(count)
             self._suffer(fault, chance)
@@ -375,8 +368,8 @@ def _drawn(chances: Mapping[Fault, float], chance: Random) -> Fault | None:
     return None
 
 
-def _name(keys: Sequence[BlockKey], start: int) -> bytes:
-    return keys[start] if start < len(keys) else b""
+def _name(keys: Sequence[BlockKey]) -> bytes:
+    return keys[0] if keys else b""
 
 
 def _fail(fault: Fault, chance: Random) -> None:

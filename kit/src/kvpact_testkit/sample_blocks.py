@@ -20,10 +20,14 @@ CANARY = 0xA5
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Document:
-    """A request's blocks. Scripts show `name`; `keys[i]` names block `i` and all blocks before it."""
+    """A request's blocks. Scripts show `name`; `keys[i]` names block `i` and all blocks before it.
+
+    If it is not `chained`, each of its blocks stands for itself.
+    """
 
     name: str
     keys: tuple[BlockKey, ...]
+    chained: bool = True
 
     def __repr__(self) -> str:
         return f"<{self.name}: {len(self)} blocks>"
@@ -52,10 +56,17 @@ DOCUMENT = document("document", 8)
 BRANCH = DOCUMENT.branch("branch", 3, 6)
 DOCUMENTS = (DOCUMENT, BRANCH, document("alone", 7), DOCUMENT.branch("twig", 6, 9))
 
-LOOSE = Document("loose blocks", tuple(document(f"loose block {number}", 1).keys[0] for number in range(6)))
-"""Blocks that form no chain, of several sizes: see `size_of`."""
 
-_QUARTERS = dict(zip(LOOSE.keys, (4, 2, 0, 4, 1, 4), strict=True))
+def separate(name: str, length: int) -> Document:
+    """Blocks without a parent; the same name always gives the same keys."""
+    keys = tuple(document(f"{name} {number}", 1).keys[0] for number in range(length))
+    return Document(name, keys, chained=False)
+
+
+SEPARATE = separate("separate blocks", 6)
+"""Blocks without a parent, of several sizes: see `size_of`."""
+
+_QUARTERS = dict(zip(SEPARATE.keys, (4, 2, 0, 4, 1, 4), strict=True))
 
 
 def size_of(key: BlockKey, slot_bytes: int) -> int:

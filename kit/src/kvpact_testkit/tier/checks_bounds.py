@@ -6,11 +6,11 @@ Part of `TierConformance`.
 from __future__ import annotations
 
 from kvpact_testkit.results import observable_if, require
-from kvpact_testkit.sample_blocks import Document, document
+from kvpact_testkit.sample_blocks import Document, document, separate
 from kvpact_testkit.suite import Suite, protects
 from kvpact_testkit.tier.context import TierOptions
 from kvpact_testkit.tier.harness import TierHarness
-from kvpact_testkit.tier.monitor import MonitoredTier, expect
+from kvpact_testkit.tier.monitor import MonitoredTier, expect, numbers
 
 CAPACITY = 12
 
@@ -30,16 +30,19 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
         documents += [wanted.branch(f"branch of {wanted.name}", 3, 7) for wanted in documents[::8]]
         for number, wanted in enumerate(documents):
             stored = tier.put(wanted)
-            require(tier.lookup(wanted) >= stored, f"put says that {stored} blocks are held, lookup knows of fewer")
+            held = tier.lookup(wanted)
+            said = f"put says that blocks {numbers(stored)} are held, lookup names {numbers(held)}"
+            require(stored <= held, said)
             if number % 4 == 0:
                 self._require_bound(tier, documents[: number + 1])
         self._require_bound(tier, documents)
-        require(tier.held(documents[-1]) > 0, "a full tier takes nothing new")
-        require(tier.tier.counts().evicted > 0, "blocks were evicted, and counts() tells of none")
+        require(tier.held(documents[-1]), "a full tier takes nothing new")
+        evicted = not tier.has_counts or tier.tier.counts().evicted
+        require(evicted, "blocks were evicted, and counts() tells of none")
         tier.check_accounts(*documents)
 
     def _require_bound(self, tier: MonitoredTier, documents: list[Document]) -> None:
-        held = len(tier.within_reach(documents))
+        held = len(tier.named_keys(documents))
         require(held <= CAPACITY, f"{held} blocks are held, in a tier with room for {CAPACITY}")
         said = tier.tier.capacity()
         used = sum(path.stat().st_size for path in tier.place.directory.rglob("*") if path.is_file())
@@ -53,7 +56,9 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
         tier = self._open(scene)
         wanted = document("longer than the tier", 2 * CAPACITY + 1)
         stored = tier.put(wanted)
-        require(0 < stored <= CAPACITY, f"put of {len(wanted)} blocks says {stored}, with room for {CAPACITY}")
+        said = f"put of {len(wanted)} blocks says that {len(stored)} are held, with room for {CAPACITY}"
+        require(0 < len(stored) <= CAPACITY, said)
+        expect("blocks that put says are held", stored, range(len(stored)))
         expect("blocks held", tier.held(wanted), stored)
 
     @protects("H54")
@@ -63,14 +68,29 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
         first, second = document("first", CAPACITY), document("second", CAPACITY // 2)
         tier.put(first)
         stored = tier.put(second)
-        left = tier.held(first)
-        require(stored > 0, "a full tier takes nothing new")
-        require(left > 0, f"of {CAPACITY} blocks no head is left, after {stored} others were stored")
+        left = tier.lookup(first)
+        require(stored, "a full tier takes nothing new")
+        require(0 in left, f"of {CAPACITY} blocks no head is left, after {len(stored)} others were stored")
+        expect("blocks held of it", tier.held(first), left)
         documents = [first, second]
         for number in range(12):
             documents.append(first.branch(f"branch {number}", number % 4 + 1, CAPACITY // 2 + number % 3))
             tier.put(documents[-1])
-            reached = len(tier.within_reach(documents))
-            if tier.tier.exclusive:
-                expect("blocks held that can be reached from a first block", reached, tier.tier.capacity().blocks)
+            for wanted in documents if tier.keeps_chains else ():
+                held = tier.lookup(wanted)
+                expect(f"blocks held of {wanted.name}, which need those before them", held, range(len(held)))
         tier.check_accounts(*documents)
+
+    @protects("T13", "H54")
+    def test_the_deepest_of_blocks_without_a_parent_go_first(self, scene: TierHarness) -> None:
+        """Of those that were stored together, the ones that are left are those of the smallest depth."""
+        tier = self._open(scene)
+        first, second = separate("first", CAPACITY), separate("second", CAPACITY // 3)
+        order = [*range(1, CAPACITY, 2), *range(0, CAPACITY, 2)]
+        expect("blocks stored of as many as it has room for", tier.put(first, order), order)
+        stored = tier.put(second)
+        require(stored, "a full tier takes nothing new")
+        left = tier.lookup(first)
+        require(len(left) + len(stored) <= CAPACITY, f"{len(left) + len(stored)} blocks are held, not {CAPACITY}")
+        expect(f"of {CAPACITY} blocks stored together, those left", left, range(len(left)))
+        expect("blocks held of the others", tier.held(second), stored)

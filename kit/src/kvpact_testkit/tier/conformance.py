@@ -14,7 +14,6 @@ from kvpact_testkit.faults import Crash, Faults
 from kvpact_testkit.tier.checks_bounds import BoundChecks
 from kvpact_testkit.tier.checks_faults import FaultChecks
 from kvpact_testkit.tier.checks_lives import LifeChecks
-from kvpact_testkit.tier.checks_loose import LooseChecks
 from kvpact_testkit.tier.checks_promises import PromiseChecks
 from kvpact_testkit.tier.context import Damage, StoreContext
 from kvpact_testkit.tier.harness import TierHarness
@@ -25,7 +24,7 @@ ROOMY_BLOCKS = 64
 """Blocks of room where nothing is to be evicted; no check stores as many."""
 
 
-class TierConformance(PromiseChecks, LooseChecks, FaultChecks, BoundChecks, LifeChecks):
+class TierConformance(PromiseChecks, FaultChecks, BoundChecks, LifeChecks):
     """Inherit this class and define how your tier is opened: every promise of `Tier` is checked.
 
         class TestMyTier(TierConformance):

@@ -5,7 +5,7 @@ Owns the steps and the model. Needs hypothesis, which shrinks a failing history 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -16,22 +16,31 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpact_testkit.faults import Crash, Fault, Operation
 from kvpact_testkit.results import require
-from kvpact_testkit.sample_blocks import DOCUMENTS, LOOSE, Document, size_of
+from kvpact_testkit.sample_blocks import DOCUMENTS, SEPARATE, Document, size_of
 from kvpact_testkit.tier.context import Damage
 from kvpact_testkit.tier.harness import TierHarness
-from kvpact_testkit.tier.monitor import expect
+from kvpact_testkit.tier.monitor import expect, numbers
 
-ALL_KEYS = {key for wanted in (*DOCUMENTS, LOOSE) for key in wanted.keys}
+SUBJECTS = (*DOCUMENTS, SEPARATE)
+ALL_KEYS = {key for wanted in SUBJECTS for key in wanted.keys}
 
-LOOSE_DAMAGE = (Damage.FLIPPED, Damage.GARBAGE, Damage.SHORT)
+SEPARATE_DAMAGE = (Damage.FLIPPED, Damage.GARBAGE, Damage.SHORT)
 
-SOME_LOOSE = st.lists(st.integers(0, len(LOOSE) - 1), min_size=1, max_size=4, unique=True)
+
+@st.composite
+def some_blocks(draw: st.DrawFn) -> tuple[Document, list[int]]:
+    """A document and some of its blocks: one after another of a chain, any in any order of others."""
+    wanted = draw(st.sampled_from(SUBJECTS))
+    if not wanted.chained:
+        return wanted, draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=4, unique=True))
+    start = draw(st.integers(0, 6))
+    return wanted, [*range(start, min(start + draw(st.integers(1, 9)), len(wanted)))]
 
 
 class TierMachine(RuleBasedStateMachine):
     """One history. `stored` are the keys that must be held if there is room, and the only ones that may be.
 
-    In an exclusive tier they are always whole prefixes. A shared tier may have holes, and blocks after them.
+    In a tier that keeps chains those of a chain are always a whole prefix.
     """
 
     scene: ClassVar[TierHarness]
@@ -54,98 +63,81 @@ class TierMachine(RuleBasedStateMachine):
         self.scene.faults.reset()
         self.tier.tier.close()
 
-    def prefix(self, wanted: Document) -> int:
-        return next((block for block, key in enumerate(wanted.keys) if key not in self.stored), len(wanted))
+    def of(self, wanted: Document, blocks: Iterable[int] | None = None) -> set[int]:
+        """Those of the blocks, by default all, that are stored by the model."""
+        return {
+            block for block in (range(len(wanted)) if blocks is None else blocks) if wanted.keys[block] in self.stored
+        }
 
     def take_over(self, may_be_held: set[bytes]) -> None:
         """After an event that may have lost blocks: make the blocks held now the model, if all of them may be held."""
         self.scene.faults.disarm()
         with self.scene.script.paused():
-            held = self.tier.prefixes(DOCUMENTS) | {LOOSE.keys[block] for block in self.tier.held_loose()}
-        if not self.tier.tier.exclusive:  # only scan sees blocks after a hole, which may become reachable again
-            held |= {header.key for header in self.tier.tier.scan()}
+            held = self.tier.held_keys(SUBJECTS)
         unexpected = len(held - may_be_held)
         require(not unexpected, f"{unexpected} blocks are held that were deleted, or never stored")
         self.stored = held
         self.faulty = False
 
-    @rule(wanted=st.sampled_from(DOCUMENTS), start=st.integers(0, 6), count=st.integers(1, 9))
-    def put(self, wanted: Document, start: int, count: int) -> None:
-        end = min(start + count, len(wanted))
+    @rule(some=some_blocks())
+    def put(self, some: tuple[Document, list[int]]) -> None:
+        wanted, blocks = some
+        keys = {wanted.keys[block] for block in blocks}
         before = set(self.stored)
-        chained = self.prefix(wanted) >= start
+        orphans = wanted.chained and blocks and blocks[0] and wanted.keys[blocks[0] - 1] not in before
         try:
-            stored = self.tier.put(wanted, start, end)
+            stored = self.tier.put(wanted, blocks)
         except Crash:
-            self.bury(before | set(wanted.keys[start:end]))
+            self.bury(before | keys)
             return
-        if not chained:
-            expect("put behind blocks that are not held stores", stored, 0)
+        if orphans and self.tier.keeps_chains:
+            expect("put behind blocks that are not held stores", stored, ())
+            keys = set()
         elif self.roomy and not self.faulty:
-            expect("put stores", stored, end - start)
-        # A shared store may have stored some of the blocks after the one that it failed to store.
-        taken = wanted.keys[start : start + stored if self.tier.tier.exclusive else end]
+            expect("put stores", stored, blocks)
+        # A store that others share may have stored what it failed to answer about.
+        taken = {wanted.keys[block] for block in stored} if self.tier.tier.exclusive else keys
         if self.faulty or not self.roomy:
-            self.take_over(before.union(taken) if chained else before)
-        elif chained:
-            self.stored.update(taken)
+            self.take_over(before | taken)
+        else:
+            self.stored |= taken
 
-    @rule(wanted=st.sampled_from(DOCUMENTS), start=st.integers(0, 6), count=st.integers(1, 9))
-    def get(self, wanted: Document, start: int, count: int) -> None:
-        end = min(start + count, len(wanted))
-        arrived = self.tier.get(wanted, start, end)
+    @rule(some=some_blocks())
+    def get(self, some: tuple[Document, list[int]]) -> None:
+        arrived = self.tier.get(*some)
         if self.faulty:
             self.take_over(self.stored)
-        else:
-            row = next((block for block in range(start, end) if wanted.keys[block] not in self.stored), max(start, end))
-            expect("blocks served", arrived, row - start)
+        elif some[1]:
+            expect("blocks served", arrived, self.of(*some))
 
-    @rule(blocks=SOME_LOOSE)
-    def put_each(self, blocks: list[int]) -> None:
-        wanted = {LOOSE.keys[block] for block in blocks}
-        before = set(self.stored)
-        try:
-            stored = self.tier.put_each(blocks)
-        except Crash:
-            self.bury(before | wanted)
-            return
-        if self.faulty or not self.roomy:
-            self.take_over(before | wanted)
-        else:
-            expect("loose blocks stored", stored.count(True), len(blocks))
-            self.stored |= wanted
-
-    @rule(blocks=SOME_LOOSE)
-    def get_each(self, blocks: list[int]) -> None:
-        arrived = self.tier.get_each(blocks)
-        if self.faulty:
-            self.take_over(self.stored)
-        else:
-            right = [LOOSE.keys[block] in self.stored for block in blocks]
-            require(arrived == right, f"of loose blocks {blocks} arrive {arrived}, not {right}")
-
-    @rule(block=st.integers(0, len(LOOSE) - 1))
-    def delete_loose(self, block: int) -> None:
-        with self.dropping() as before:
-            self.stored.discard(LOOSE.keys[block])
-            dropped = self.tier.delete(LOOSE, block)
-            if not self.faulty:
-                expect("loose blocks dropped", dropped, len(before - self.stored))
-
-    @rule(wanted=st.sampled_from(DOCUMENTS), block=st.integers(0, 6))
+    @rule(wanted=st.sampled_from(SUBJECTS), block=st.integers(0, 6))
     def delete(self, wanted: Document, block: int) -> None:
         block = min(block, len(wanted) - 1)
+        needing = self.needing(wanted.keys[block])
         with self.dropping() as before:
-            self.forget(wanted.keys[block])
+            self.stored -= needing if self.tier.keeps_chains else {wanted.keys[block]}
             dropped = self.tier.delete(wanted, block)
-            if not self.faulty:
-                expect("blocks dropped", dropped, len(before - self.stored))
+            if self.faulty or self.tier.keeps_chains or len(before & needing) <= 1:
+                require(self.faulty or dropped == len(before - self.stored), self.said(dropped, before))
+            else:  # it may know those that need the block, and drop them too
+                self.take_over(self.stored)
+                require(
+                    before - self.stored <= needing and dropped == len(before - self.stored), self.said(dropped, before)
+                )
+
+    def said(self, dropped: int, before: set[bytes]) -> str:
+        return f"blocks dropped: {dropped}, not {len(before - self.stored)}"
+
+    def needing(self, key: bytes) -> set[bytes]:
+        """The key, and those of all blocks after it in its chains."""
+        rows = [wanted.keys[wanted.keys.index(key) :] for wanted in DOCUMENTS if key in wanted.keys]
+        return {key}.union(*rows)
 
     @contextmanager
     def dropping(self) -> Iterator[set[bytes]]:
         """Within, stored blocks are dropped, or the process dies; yields the keys stored before.
 
-        An exclusive tier drops them at once, whatever its store does; a shared store that fails keeps its blocks.
+        Only what the tier refuses to drop may be held afterwards.
         """
         before = set(self.stored)
         try:
@@ -153,16 +145,8 @@ class TierMachine(RuleBasedStateMachine):
         except Crash:
             self.bury(before)
             return
-        if self.faulty and not self.tier.tier.exclusive:
-            self.take_over(before)
-
-    def forget(self, key: bytes) -> None:
-        if not self.tier.tier.exclusive:
-            self.stored.discard(key)
-            return
-        for wanted in DOCUMENTS:
-            if key in wanted.keys:
-                self.stored -= set(wanted.keys[wanted.keys.index(key) :])
+        if self.faulty:
+            self.take_over(before if self.tier.refused else self.stored)
 
     @rule()
     def clear(self) -> None:
@@ -199,31 +183,27 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = self.scene.bury(self.tier)
         self.take_over(may_be_held)
 
-    @precondition(lambda self: not self.faulty and len(self.stored) > 1 and any(map(self.prefix, DOCUMENTS)))
+    def damageable(self, wanted: Document) -> list[int]:
+        """The stored blocks whose payload can be damaged."""
+        slot = self.place.slot_bytes
+        return [block for block in sorted(self.of(wanted)) if 2 * size_of(wanted.keys[block], slot) >= slot]
+
+    @precondition(lambda self: not self.faulty and len(self.stored) > 1 and any(map(self.damageable, SUBJECTS)))
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
-        wanted = data.draw(st.sampled_from([wanted for wanted in DOCUMENTS if self.prefix(wanted)]), label="document")
-        block = data.draw(st.integers(0, self.prefix(wanted) - 1), label="block")
-        kinds = [how for how in Damage if self.may_happen(how)]
+        wanted = data.draw(st.sampled_from([*filter(self.damageable, SUBJECTS)]), label="document")
+        block = data.draw(st.sampled_from(self.damageable(wanted)), label="block")
+        kinds = [how for how in (Damage if wanted.chained else SEPARATE_DAMAGE) if self.may_happen(how)]
         how = data.draw(st.sampled_from(kinds), label="how")
         if self.scene.damage(self.tier, wanted, block, how):
             if how is Damage.HEADER:
                 self.tier = self.scene.reopen(self.tier)
             self.tier.get(wanted)
+            before = self.of(wanted)
             self.take_over(self.stored)
-
-    def _loose_with_payload(self) -> list[int]:
-        """The stored loose blocks whose payload can be damaged."""
-        slot = self.place.slot_bytes
-        return [block for block, key in enumerate(LOOSE.keys) if key in self.stored and 2 * size_of(key, slot) >= slot]
-
-    @precondition(lambda self: not self.faulty and len(self.stored) > 1 and self._loose_with_payload())
-    @rule(data=st.data())
-    def damage_loose(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self._loose_with_payload()), label="loose block")
-        if self.scene.damage(self.tier, LOOSE, block, data.draw(st.sampled_from(LOOSE_DAMAGE), label="how")):
-            self.tier.get_each([block])
-            self.take_over(self.stored)
+            lost = before - self.of(wanted) - {block}
+            costs = self.tier.keeps_chains and wanted.chained
+            require(costs or not lost, f"with block {block} damaged, blocks {numbers(lost)} are gone too")
 
     def may_happen(self, how: Damage) -> bool:
         """Whether the model knows what must be held then: a tier may detect a header's damage only on a restart."""
@@ -233,12 +213,13 @@ class TierMachine(RuleBasedStateMachine):
     def what_is_held_is_what_was_stored(self) -> None:
         if self.faulty:
             return
-        for wanted in DOCUMENTS:
-            expect(f"lookup of {wanted.name}", self.tier.tier.lookup(wanted.keys), self.prefix(wanted))
-        for block, held in enumerate(self.tier.tier.lookup_each(LOOSE.keys)):
-            right = LOOSE.keys[block] in self.stored
-            require(held == right, f"lookup_each says {held} of loose block {block}, which is {right}")
-        self.tier.check_accounts(*DOCUMENTS)
+        with self.scene.script.paused():
+            for wanted in SUBJECTS:
+                held = self.tier.lookup(wanted)
+                expect(f"lookup of {wanted.name}", held, self.of(wanted))
+                if wanted.chained and self.tier.keeps_chains:
+                    expect(f"blocks held of {wanted.name}, which need those before them", held, range(len(held)))
+            self.tier.check_accounts(*DOCUMENTS)
         slot = self.place.slot_bytes
         nbytes, room = sum(size_of(key, slot) for key in self.stored), self.capacity_blocks * slot
         require(nbytes <= room, f"{len(self.stored)} blocks of {nbytes} bytes in all are held, with room for {room}")
