@@ -415,7 +415,6 @@ def test_the_product_and_the_embedded_engine_have_no_parameter_for_tests() -> No
 HAVE_CHECK = {
     "kvpact.cache.cache.PactCache",
     "kvpact.cache.lazy_offload.LazyOffload",
-    "kvpact.cache.lazy_sides.LazySides",
     "kvpact.cache.ledger.Ledger",
     "kvpact_testkit.engine.block_pool.BlockPool",
     "kvpact_testkit.engine.engine.Engine",

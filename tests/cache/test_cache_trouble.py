@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpact.cache.idle_steps import LONGEST_STEP_SECONDS, VAIN_SECONDS
-from kvpact.cache.writeback import MAX_UNWRITTEN
+from kvpact.cache.writeback import MAX_UNWRITTEN, Offer
 from kvpact.contract import WorkerReport
 from kvpact.metrics import MissReason, series
 from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
@@ -147,12 +147,12 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
     scene.cache.budget.limit = 0.0
     for _ in range(3):
-        scene.cache.writeback.note_saved((), 0)
+        scene.cache.writeback.note_saved(Offer(()))
     scene.cache.end_step()
     scene.cache.end_step()
     assert scene.cache.writeback.waiting == 2
     for _ in range(4 * MAX_UNWRITTEN):
-        scene.cache.writeback.note_saved((), 0)
+        scene.cache.writeback.note_saved(Offer(()))
     scene.cache.end_step()
     scene.cache.end_step()
     assert scene.cache.writeback.waiting == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvpact.cache.jobs import LoadState, PactPlan, PlanSlots, TransferJobs
+from kvpact.cache.jobs import LoadPart, LoadState, OffloadRun, PactPlan, PlanSlots, TransferJobs
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.contract import JobTally, LoadJob
 from kvpact.errors import PactViolation
@@ -20,7 +20,8 @@ def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
     jobs, index = TransferJobs(1, 1.0), BlockIndex(4)
     reservation = index.reserve([b"one"], 0, 1)
     assert reservation is not None
-    jobs.order_save("r", 0, reservation.slots, (5,), [b"one"], index.pin(b"one"), 0.0)
+    run = OffloadRun("r", 0, 0, [b"one"], [0], [b"one"], (5,))
+    jobs.order_save(run, reservation.slots, index.pin(b"one"), 0.0)
     jobs.check()
     jobs.saves[7] = jobs.saves.pop(1)
     with pytest.raises(PactViolation, match="job 7"):
@@ -29,7 +30,8 @@ def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
 
 def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
     job = LoadJob(3, "r", 0, (0,), (5,), True)
-    load = LoadState(job, cast("Any", None), (b"one",), JobTally(job.blocks, 1), 0.0)
+    part = LoadPart(job, (b"one",), JobTally(job.blocks, 1), is_chain=True)
+    load = LoadState(cast("Any", None), (b"one",), [part], 0.0)
     jobs = TransferJobs(1, 1.0)
     overdue = OverdueLoads(jobs)
     overdue.bind(SceneBlocks())

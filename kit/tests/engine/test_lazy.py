@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from pact import pact_engine
 
 from kvpact.cache.cache import PactCache
-from kvpact.cache.jobs import TransferJobs
+from kvpact.cache.groups import RequestGroups
+from kvpact.cache.jobs import OffloadRun, TransferJobs
 from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, LazyOffload
-from kvpact.cache.lazy_sides import OffloadRun
 from kvpact.contract import KVCacheBlockView
+from kvpact.identity.groups import one_group
 from kvpact.identity.keys import BlockKey
+from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact_testkit.engine import Engine, EngineConfig, EngineQuirks, Request
 
-BLOCK = 4
+BLOCK, TAG = 4, 1
 PROMPT = 8
 """Blocks of a prompt."""
 
@@ -147,7 +149,7 @@ def test_h30_a_block_that_is_not_full_is_not_saved(mode: str, monkeypatch: pytes
     assert named
     for chain in named:
         full = (len(prompts[chain.request_id]) + outputs[chain.request_id] - 1) // BLOCK
-        assert len(chain.keys) <= full
+        assert chain.start + len(chain.keys) <= full
     engine.check_nothing_held()
 
 
@@ -159,7 +161,8 @@ def test_what_was_computed_from_a_failed_load_is_not_saved() -> None:
     assert slots is not None
     for request, start in (("loader", 0), ("lazy", 2), ("other", 0)):
         mine = keys if request != "other" else [b"one", b"else", b"three"]
-        copies.order_save(request, start, slots.slots[start:], (5, 6, 7)[start:], mine, index.pin(b"one"), 0.0)
+        run = OffloadRun(request, 0, start, mine[start:], range(start, 3), mine, (5, 6, 7)[start:])
+        copies.order_save(run, slots.slots[start:], index.pin(b"one"), 0.0)
     copies.invalidate("loader", b"two", 1)
     assert {save.job.request_id: save.garbage_from == 1 for save in copies.saves.values()} == {
         "loader": True,
@@ -258,7 +261,9 @@ class Scene:
     def __init__(self, num_blocks: int, window: int, num_slots: int = 4096) -> None:
         self.queue = Queue(num_blocks)
         self.index = BlockIndex(num_slots)
-        self.lazy = LazyOffload(self.queue, self.index, window)
+        self.tags = BlockTags()
+        groups = RequestGroups(one_group(BLOCK), self.index)
+        self.lazy = LazyOffload(self.queue, self.index, groups, self.tags, window)
         self.saving: list[tuple[OffloadRun, Sequence[int]]] = []
         self.numbers = 0
         self.lost = 0
@@ -273,7 +278,9 @@ class Scene:
             self.numbers += 1
             keys.append(b"key%d" % self.numbers)
             self.queue.content[block] = b"hash%d" % self.numbers
-        self.lazy.note(f"r{self.numbers}", keys, 0, len(keys), taken)
+        run = OffloadRun(f"r{self.numbers}", 0, 0, keys, range(len(keys)), keys, tuple(taken))
+        self.tags.fill(taken, TAG)
+        self.lazy.note(run, TAG)
         self.queue.free += taken[::-1]
         self.lazy.request_finished(f"r{self.numbers}")
 
@@ -282,13 +289,13 @@ class Scene:
         views = self.queue.views
         blocks = 0
         for chain in self.lazy.due(taken):
-            assert len(chain.keys) == chain.start + len(chain.block_ids)
-            for key, parent in zip(chain.keys, [ROOT, *chain.keys], strict=False):
+            assert len(chain.chain) == chain.start + len(chain.block_ids)
+            for key, parent in zip(chain.chain, [ROOT, *chain.chain], strict=False):
                 if key in self.index:
                     assert parent == ROOT or parent in self.index
-            for key, block in zip(chain.keys[chain.start :], chain.block_ids, strict=True):
+            for key, block in zip(chain.keys, chain.block_ids, strict=True):
                 assert self.queue.content[block] == key.replace(b"key", b"hash"), "the block holds something else"
-            reservation = self.index.reserve(chain.keys, chain.start, len(chain.keys))
+            reservation = self.index.reserve(chain.chain, chain.start, len(chain.chain))
             if reservation is None:
                 continue
             self.queue.free = [block for block in self.queue.free if block not in chain.block_ids]

@@ -97,18 +97,17 @@ def test_the_memo_is_bounded_by_the_engines_blocks_and_keeps_nothing_of_requests
     engine = engine_of((FULL, WINDOW, STATE), num_blocks=16, num_slots=24)
     memo = cache_of(engine).saves.lazy
     assert memo is not None
-    assert memo.sides is not None
     for seed in range(40):
         engine.add_request(Request(f"r{seed}", prompt(seed, 1 + seed % 6), 1 + seed % 5))
         engine.step()
         if seed % 7 == 0:
             engine.cancel(f"r{seed}")
-        assert len(memo.sides) < 48
+        assert len(memo) < 48
         memo.check()
     engine.run()
     assert not memo.known_requests
     engine.update_weights()
-    assert len(memo.sides) == 0
+    assert len(memo) == 0
 
 
 @pytest.mark.parametrize("unpublished", [False, True])

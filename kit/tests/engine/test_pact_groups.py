@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -19,7 +20,8 @@ from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import Tier
 from kvpact.tiers.shared.tier import SharedTier
-from kvpact_testkit.engine import Engine, EngineConfig, EngineQuirks, Request
+from kvpact_testkit.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, Request
+from kvpact_testkit.engine.simulated_worker import Job
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 
@@ -185,14 +187,20 @@ def test_a_draft_block_is_saved_once_the_next_token_is_known(
     nothing_held(cache)
 
 
+Conduct = Callable[[int, Job], JobBehavior] | None
+"""See `SimulatedWorker`."""
+
+
 class Life:
     """One engine above a tier whose content outlives it, or above none yet."""
 
-    def __init__(self, tier: Tier | None, groups: tuple[KVCacheGroup, ...], admit: str = "always") -> None:
+    def __init__(
+        self, tier: Tier | None, groups: tuple[KVCacheGroup, ...], admit: str = "always", conduct: Conduct = None
+    ) -> None:
         self.queue = SteppedExecutor(tier, 1 << 30) if tier is not None else None
         config = EngineConfig(groups=groups, prefix_caching=False, num_blocks=1000)
         tiers = [self.queue] if self.queue is not None else []
-        self.engine = pact_engine(config, tiers=tiers, num_slots=200, weights_version="1", admit=admit)
+        self.engine = pact_engine(config, tiers=tiers, num_slots=200, weights_version="1", admit=admit, conduct=conduct)
         self.cache = cast(PactCache, self.engine.cache)
 
     def ask(self, name: str, tokens: list[int]) -> list[int]:
