@@ -21,8 +21,8 @@ from kvpact.cli.serve import what_copies
 from kvpact.cli.vllm_command import with_classes_that_fit
 from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
-from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.base import chained
+from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.disk.tier import DiskTier
 
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"
