@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvpact.identity.keys import Namespace
-from kvpact.tiers.base import BlockBuffer
+from kvpact.tiers.base import BlockBuffer, chained
 from kvpact.tiers.disk.tier import DiskTier
 
 MIB = 1 << 20
@@ -55,11 +55,11 @@ def measure(directory: Path, rounds: int, blocks: int, block_bytes: int) -> dict
         return [os.urandom(32) for _ in range(blocks)]
 
     def put() -> None:
-        if tier.put(keys, 0, buffers) != blocks:
+        if not all(tier.put(chained(keys, buffers))):
             raise SystemExit("the tier did not keep every block")
 
     def get() -> None:
-        if tier.get(keys, 0, buffers) != blocks:
+        if not all(tier.get(keys, buffers)):
             raise SystemExit("the tier did not serve every block")
 
     times: dict[str, list[float]] = {"put": [], "bare_write": [], "get": [], "bare_read": []}
@@ -74,7 +74,7 @@ def measure(directory: Path, rounds: int, blocks: int, block_bytes: int) -> dict
                 took = seconds(action)
                 if number >= 3:
                     times[name].append(took)
-    lookup = statistics.median(seconds(lambda: tier.lookup(keys)) for _ in range(1000))
+    lookup = statistics.median(seconds(lambda: tier.leading(keys)) for _ in range(1000))
     os.close(bare)
     (directory / "bare").unlink()
     report: dict[str, object] = {

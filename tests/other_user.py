@@ -28,6 +28,7 @@ import obstore.exceptions, obstore.store
 from kvpact.identity.keys import Namespace
 from kvpact.errors import TierError
 from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers
+from kvpact.tiers.base import chained, leading
 from kvpact.tiers.urls import parse_tier_url
 from kvpact.tiers import registry
 from kvpact.tiers.directory import store as directory

@@ -32,7 +32,7 @@ def content(key: BlockKey, slot_bytes: int = SLOT) -> bytes:
 def memory(count: int, slot_bytes: int = SLOT, ranks: int = 2) -> list[BlockBuffer]:
     """Page-aligned buffers for `count` blocks, each rank's pieces in a segment of its own."""
     piece = slot_bytes // ranks
-    segments = [memoryview(mmap.mmap(-1, max(1, count) * piece)) for _ in range(ranks)]
+    segments = [memoryview(mmap.mmap(-1, max(1, count * piece))) for _ in range(ranks)]
     return [[segment[block * piece : (block + 1) * piece] for segment in segments] for block in range(count)]
 
 

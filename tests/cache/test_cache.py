@@ -15,11 +15,10 @@ from hook_time import LONG, LONG_BLOCKS, HookTime, assert_ends_within, assert_no
 from kvpact.cache.plan import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.contract import ExternalKVMatch, JobOutcome, StepWork, WorkerReport
 from kvpact.errors import PactViolation
-from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey, MediaSpan, RequestIdentity
 from kvpact.index.block_index import State
 from kvpact.metrics import EndReason, MissReason, explain_misses, series
-from kvpact.tiers.base import BlockBuffer, Progress
+from kvpact.tiers.base import BlockBuffer, Entry, Progress
 from kvpact.tiers.disk.tier import DiskTier
 from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, done, failed, open_disk, tokens, until
 
@@ -368,22 +367,16 @@ class SlowTier(DiskTier):
     writes: threading.Semaphore
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
         self.reads.release()
         self.gate.wait(20)
-        return super().get(keys, start, buffers, on_progress)
+        return super().get(keys, buffers, on_progress)
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
         self.writes.release()
         self.writes_go.wait(20)
-        return super().put(keys, start, buffers, epoch)
+        return super().put(entries)
 
 
 def slow_disk(path: Path, slots: int = 64) -> tuple[SlowTier, threading.Event]:

@@ -18,7 +18,7 @@ import obstore
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier, chained, leading
 from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.mooncake.store import MooncakeStore, open_mooncake
@@ -48,12 +48,19 @@ MAX_CPU_SECONDS = 0.1
 """Of the calling thread, tracing included; what was planted took 1.8 s without."""
 
 
-def stored(tier: SharedTier) -> int:
-    return tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT, 2))
+def stored(tier: Tier) -> int:
+    """Put the document; how many of its blocks are held then, in a row."""
+    return leading(tier.put(chained(DOCUMENT.keys, filled_buffers(DOCUMENT.keys, SLOT, 2))))
 
 
-def served(tier: SharedTier) -> int:
-    return tier.get(DOCUMENT.keys, 0, empty_buffers(len(DOCUMENT), SLOT, 2))
+def served(tier: Tier) -> int:
+    """How many of its blocks arrive, in a row."""
+    return leading(tier.get(DOCUMENT.keys, empty_buffers(len(DOCUMENT), SLOT, 2)))
+
+
+def found(tier: Tier) -> int:
+    """How many of its blocks are held, in a row."""
+    return leading(tier.lookup(DOCUMENT.keys))
 
 
 @dataclass
@@ -166,14 +173,14 @@ def test_h63_a_record_of_many_parts_is_there_with_all_of_them_only(parts_there: 
     with redis.client() as client:
         client.flushall()
         tier = SharedTier(open_redis(parse_tier_url(f"redis://{redis.address}?part=4KiB")), NAMESPACE, slot)
-        assert tier.put(DOCUMENT.keys[:2], 0, filled_buffers(DOCUMENT.keys[:2], slot, 2)) == 2
+        assert tier.put(chained(DOCUMENT.keys[:2], filled_buffers(DOCUMENT.keys[:2], slot, 2))) == [True] * 2
         parts = sorted(client.keys("kvpact-part:*"), key=lambda key: int(key.rpartition(b":")[2]))
         assert len(parts) == 160
         for part in parts[2 * parts_there :]:
             client.delete(part)
-        found = 2 if parts_there == 80 else 0
-        assert tier.lookup(DOCUMENT.keys[:2]) == found
-        assert tier.get(DOCUMENT.keys[:2], 0, empty_buffers(2, slot, 2)) == found
+        there = [parts_there == 80] * 2
+        assert tier.lookup(DOCUMENT.keys[:2]) == there
+        assert tier.get(DOCUMENT.keys[:2], empty_buffers(2, slot, 2)) == there
         assert tier.delete(DOCUMENT.keys[:2]) == 2
         assert not client.keys("kvpact-part:*")
     tier.close()
@@ -311,11 +318,11 @@ def test_h63_a_planted_object_of_mooncake_is_not_fetched(tmp_path: Path) -> None
         fetched = tier.store.client = Fetched(tier.store.client)
         assert tier.store.remove([NAME]) == 1
         assert fetched.client.put(NAME, bytes(HUGE)) == 0
-        assert tier.lookup(DOCUMENT.keys) == len(DOCUMENT)
+        assert found(tier) == len(DOCUMENT)
         assert served(tier) == SICK
         assert list(tier.scan()) is not None
         assert max(fetched.sizes) == RECORD
-        assert tier.lookup(DOCUMENT.keys) == SICK, "it was not removed"
+        assert found(tier) == SICK, "it was not removed"
         assert stored(tier) == served(tier) == len(DOCUMENT)
         tier.close()
 
@@ -349,7 +356,7 @@ def test_h63_a_slab_that_claims_a_table_larger_than_its_file_is_begun_anew(
     slot_bytes: int, table_slots: int, tmp_path: Path
 ) -> None:
     tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 16 << 20)
-    assert tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT, 2)) == len(DOCUMENT)
+    assert stored(tier) == len(DOCUMENT)
     tier.close()
     (slab,) = tmp_path.rglob("*.slab")
     with slab.open("r+b") as file:
@@ -357,6 +364,5 @@ def test_h63_a_slab_that_claims_a_table_larger_than_its_file_is_begun_anew(
     with costs() as cost:
         tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 16 << 20)
     assert cost.memory < MAX_MEMORY
-    assert tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT, 2)) == len(DOCUMENT)
-    assert tier.get(DOCUMENT.keys, 0, empty_buffers(len(DOCUMENT), SLOT, 2)) == len(DOCUMENT)
+    assert stored(tier) == served(tier) == len(DOCUMENT)
     tier.close()

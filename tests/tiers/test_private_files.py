@@ -24,7 +24,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.identity.weights import DigestMemory, FileStamp
 from kvpact.memory.arena import ArenaSegment
-from kvpact.tiers.base import Tier
+from kvpact.tiers.base import Tier, chained, leading
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers
@@ -39,7 +39,7 @@ def stored(url, name, seconds=0.0):
     place = registry.TierContext(Namespace({"model": "private", "block_size": "16"}), 8192)
     tier = registry.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
-    count = tier.put(wanted.keys, 0, filled_buffers(wanted.keys, 8192, 2))
+    count = sum(tier.put(chained(wanted.keys, filled_buffers(wanted.keys, 8192, 2))))
     time.sleep(seconds)
     tier.close()
     return count
@@ -48,8 +48,7 @@ def served(url, name):
     tier = registry.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
     buffers = empty_buffers(4, 8192, 2)
-    held = tier.lookup(wanted.keys)
-    count = tier.get(wanted.keys[:held], 0, buffers[:held]) if held else 0
+    count = leading(tier.get(wanted.keys, buffers))
     assert all(b"".join(buffer) == content(key, 8192) for key, buffer in zip(wanted.keys[:count], buffers))
     tier.close()
     return count
@@ -75,14 +74,13 @@ def open_here(kind: str, place: Path, group: int | None = None) -> Tier:
 
 def put(tier: Tier, name: str, blocks: int = 4) -> int:
     wanted = document(name, blocks)
-    return tier.put(wanted.keys, 0, filled_buffers(wanted.keys, SLOT, 2))
+    return sum(tier.put(chained(wanted.keys, filled_buffers(wanted.keys, SLOT, 2))))
 
 
 def served(tier: Tier, name: str) -> int:
     wanted = document(name, 4)
     buffers = empty_buffers(4, SLOT, 2)
-    held = tier.lookup(wanted.keys)
-    count = tier.get(wanted.keys[:held], 0, buffers[:held]) if held else 0
+    count = leading(tier.get(wanted.keys, buffers))
     assert all(
         b"".join(buffer) == content(key, SLOT) for key, buffer in zip(wanted.keys[:count], buffers, strict=False)
     )

@@ -14,7 +14,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import PRIVATE
 from kvpact.tiers import deletions
-from kvpact.tiers.base import RecordHeader
+from kvpact.tiers.base import RecordHeader, chained, leading
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
@@ -80,12 +80,12 @@ def test_a_kill_between_the_mark_and_the_end_of_the_records_gives_nobody_any(
     assert (report.sound, len(report.damaged)) == (0, 8), "tools say so, too"
     assert "found its copies of KV to be wrong" in report.damaged[0].reason
     second.tend()
-    assert (second.lookup(KEYS), served(second, KEYS)) == (0, 0)
+    assert (second.leading(KEYS), served(second, KEYS)) == (0, 0)
     path = first.slab.path
     first.close()
     third = open_disk()
     assert third.slab.path == path
-    assert (third.lookup(KEYS), served(third, KEYS)) == (0, 0)
+    assert (third.leading(KEYS), served(third, KEYS)) == (0, 0)
     assert store(third, KEYS) == 8
     second.tend()
     assert served(second, KEYS) == 8, "what the next run wrote is good"
@@ -96,11 +96,11 @@ def shared_tier(records: DictionaryStore, seal: RecordMac | None = None) -> Shar
 
 
 def put(tier: SharedTier, document: Any) -> None:
-    assert tier.put(document.keys, 0, filled_buffers(document.keys, SLOT)) == len(document)
+    assert all(tier.put(chained(document.keys, filled_buffers(document.keys, SLOT))))
 
 
 def got(tier: SharedTier, document: Any) -> int:
-    return tier.get(document.keys, 0, empty_buffers(len(document), SLOT))
+    return leading(tier.get(document.keys, empty_buffers(len(document), SLOT)))
 
 
 @pytest.mark.parametrize("seal", [None, RecordMac(bytes(32))], ids=["unsealed", "sealed"])
@@ -188,9 +188,9 @@ def test_a_tier_that_refuses_the_mark_is_asked_again(monkeypatch: pytest.MonkeyP
 
 def test_a_tier_whose_records_do_not_say_who_wrote_them_is_emptied() -> None:
     tier = DictionaryTier(Namespace({"test": "refuted"}), SLOT, 20)
-    tier.put(DOCUMENT.keys, 0, filled_buffers(DOCUMENT.keys, SLOT))
+    tier.put(chained(DOCUMENT.keys, filled_buffers(DOCUMENT.keys, SLOT)))
     tier.refute_run()
-    assert tier.lookup(DOCUMENT.keys) == 0
+    assert not any(tier.lookup(DOCUMENT.keys))
 
 
 def test_a_disk_that_cannot_be_written_refuses_and_says_where(

@@ -22,13 +22,17 @@ from slab_scenes import (
     overwrite,
     payload_at,
     served,
+    served_each,
     slab_path,
     slot_of,
     store,
+    stored_alone,
 )
 
 TRUNK = chain("trunk", 8)
 CHAINS = [TRUNK, chain("branch", 9, TRUNK[:3]), chain("alone", 7)]
+ALONE = chain("for itself", 5)
+"""Blocks without parents."""
 
 
 class Killed(BaseException):
@@ -95,6 +99,7 @@ class SlabMachine(RuleBasedStateMachine):
         for keys in CHAINS:
             if key in keys:
                 self.held -= set(keys[keys.index(key) :])
+        self.held.discard(key)
 
     @rule(keys=st.sampled_from(CHAINS), data=st.data())
     def put(self, keys: list[bytes], data: st.DataObject) -> None:
@@ -115,11 +120,30 @@ class SlabMachine(RuleBasedStateMachine):
         assert stored == end - start
         self.held |= set(keys[start:end])
 
+    @rule(keys=st.lists(st.sampled_from(ALONE), min_size=1, unique=True))
+    def put_alone(self, keys: list[bytes]) -> None:
+        before = set(self.held)
+        try:
+            stored = stored_alone(self.tier, keys)
+        except Killed:
+            self.recover(may_be_held=before | set(keys), must_be_held=before)
+            return
+        self.stored(keys, 0, len(keys), sum(stored))
+
+    @rule(keys=st.lists(st.sampled_from([*CHAINS[1], *CHAINS[2], *ALONE]), unique=True))
+    def get_by_key(self, keys: list[bytes]) -> None:
+        assert served_each(self.tier, keys) == self.tier.lookup(keys) == [key in self.held for key in keys]
+
+    def there(self) -> set[bytes]:
+        """All blocks that the tier says it holds."""
+        known = sorted({*ALONE, *(key for keys in CHAINS for key in keys)})
+        return {key for key, there in zip(known, self.tier.lookup(known), strict=True) if there}
+
     @rule(keys=st.sampled_from(CHAINS))
     def get(self, keys: list[bytes]) -> None:
         assert served(self.tier, keys) == self.prefix(keys)
 
-    @rule(keys=st.sampled_from(CHAINS), data=st.data())
+    @rule(keys=st.sampled_from([*CHAINS, ALONE]), data=st.data())
     def delete(self, keys: list[bytes], data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(keys), label="key")
         before = set(self.held)
@@ -153,11 +177,12 @@ class SlabMachine(RuleBasedStateMachine):
         self.tier.slab.close()
         self.death.dead, self.death.writes_left = False, None
         self.tier = self.reopened()
-        now = {key for keys in CHAINS for key in keys[: self.tier.leading(keys)]}
+        now = self.there()
         assert now <= may_be_held, "a block appeared that was never stored"
         self.must_be_held(must_be_held, now)
         for keys in CHAINS:
             assert served(self.tier, keys) == self.tier.leading(keys), "a kill leaves nothing damaged to be found late"
+        assert served_each(self.tier, ALONE) == self.tier.lookup(ALONE)
         self.held = now
 
     def must_be_held(self, expected: set[bytes], now: set[bytes]) -> None:
@@ -174,6 +199,8 @@ class SlabMachine(RuleBasedStateMachine):
         for keys in CHAINS:
             if key in keys:
                 assert served(self.tier, keys) <= keys.index(key)
+        if key in ALONE:
+            assert served_each(self.tier, ALONE) == [each in self.held for each in ALONE]
 
     @invariant()
     def sound(self) -> None:
@@ -181,6 +208,7 @@ class SlabMachine(RuleBasedStateMachine):
         assert slab_path(self.directory).stat().st_size <= capacity_for(self.slots)
         for keys in CHAINS:
             assert self.tier.leading(keys) == self.prefix(keys)
+        assert self.there() == self.held
         if not self.death.dead:
             report = verify_slab(slab_path(self.directory))
             assert not report.damaged
@@ -199,7 +227,7 @@ class EvictingMachine(SlabMachine):
 
     def stored(self, keys: list[bytes], start: int, end: int, stored: int) -> None:
         assert stored <= end - start
-        self.held = {key for keys in CHAINS for key in keys[: self.tier.leading(keys)]}
+        self.held = self.there()
         assert len(self.held) <= self.slots
 
     def must_be_held(self, expected: set[bytes], now: set[bytes]) -> None:
