@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from chain_calls import get_chain, put_chain
 from kvpact.cache.stats_file import StatsFile
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
@@ -39,7 +40,7 @@ def stored(url, name, seconds=0.0):
     place = registry.TierContext(Namespace({"model": "private", "block_size": "16"}), 8192)
     tier = registry.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
-    count = tier.put(wanted.keys, 0, filled_buffers(wanted.keys, 8192, 2))
+    count = put_chain(tier, wanted.keys, filled_buffers(wanted.keys, 8192, 2))
     time.sleep(seconds)
     tier.close()
     return count
@@ -48,8 +49,7 @@ def served(url, name):
     tier = registry.open_tier(parse_tier_url(url), place)
     wanted = document(name, 4)
     buffers = empty_buffers(4, 8192, 2)
-    held = tier.lookup(wanted.keys)
-    count = tier.get(wanted.keys[:held], 0, buffers[:held]) if held else 0
+    count = get_chain(tier, wanted.keys, buffers)
     assert all(b"".join(buffer) == content(key, 8192) for key, buffer in zip(wanted.keys[:count], buffers))
     tier.close()
     return count
@@ -75,14 +75,13 @@ def open_here(kind: str, place: Path, group: int | None = None) -> Tier:
 
 def put(tier: Tier, name: str, blocks: int = 4) -> int:
     wanted = document(name, blocks)
-    return tier.put(wanted.keys, 0, filled_buffers(wanted.keys, SLOT, 2))
+    return put_chain(tier, wanted.keys, filled_buffers(wanted.keys, SLOT, 2))
 
 
 def served(tier: Tier, name: str) -> int:
     wanted = document(name, 4)
     buffers = empty_buffers(4, SLOT, 2)
-    held = tier.lookup(wanted.keys)
-    count = tier.get(wanted.keys[:held], 0, buffers[:held]) if held else 0
+    count = get_chain(tier, wanted.keys, buffers)
     assert all(
         b"".join(buffer) == content(key, SLOT) for key, buffer in zip(wanted.keys[:count], buffers, strict=False)
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
@@ -321,7 +322,7 @@ def _runs(entries: Sequence[Entry]) -> list[_Run]:
     return [_Run(entries[first:end]) for first, end in pairwise([*starts, len(entries)])]
 
 
-def _storable(runs: Iterable[_Run], held: Set[BlockKey]) -> list[_Run]:
+def _storable(runs: Iterable[_Run], held: AbstractSet[BlockKey]) -> list[_Run]:
     """The runs whose parent is held or among the blocks of a run before."""
     storable: list[_Run] = []
     there = {ROOT, *held}
