@@ -25,6 +25,7 @@ _BEGIN = """
 import fcntl, json, os, stat, sys, time
 from pathlib import Path
 import obstore.exceptions, obstore.store
+from chain_calls import get_chain, put_chain
 from kvpact.identity.keys import Namespace
 from kvpact.errors import TierError
 from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers

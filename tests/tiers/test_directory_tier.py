@@ -22,7 +22,7 @@ from chain_calls import get_chain, put_chain
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import OWN_FOLDER
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, Tier
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Entry, RecordHeader, Tier
 from kvpact.tiers.directory import evictor_lock, files, quota
 from kvpact.tiers.directory.evictor_lock import host
 from kvpact.tiers.directory.quota import CONTROL, CONTROL_BYTES
@@ -184,6 +184,30 @@ def test_a_record_that_is_looked_up_often_is_touched_once_a_minute(tmp_path: Pat
     touched = [path.stat().st_mtime_ns for path in paths]
     assert touched == sorted(touched, reverse=True)
     assert touched[-1] > written[0]
+
+
+def test_a_tail_that_is_stored_late_makes_nothing_look_newer_than_its_head(tmp_path: Path) -> None:
+    """A write asks for its parent, which counts as used; those before it were used long ago."""
+    tier = open_tier(tmp_path)
+    wanted = document("slow", 6)
+    put_chain(tier, wanted.keys[:4], filled_buffers(wanted.keys[:4], SLOT, 2))
+    paths = [path_of(tier, key) for key in wanted.keys]
+    for path in paths[:4]:
+        os.utime(path, ns=(path.stat().st_mtime_ns - 61 * 10**9,) * 2)
+    assert put_chain(tier, wanted.keys[4:], filled_buffers(wanted.keys[4:], SLOT, 2), wanted.keys[:4]) == 2
+    times = [path.stat().st_mtime_ns for path in paths]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) == 6
+
+
+def test_of_blocks_without_a_parent_that_are_stored_at_once_the_deepest_is_the_oldest(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    keys = document("alone", 5).keys
+    depths = [3, 0, 4, 1, 2]
+    blocks = zip(keys, filled_buffers(keys, SLOT, 2), depths, strict=True)
+    assert all(tier.put([Entry(key, block, depth=depth) for key, block, depth in blocks]))
+    times = {depth: path_of(tier, key).stat().st_mtime_ns for key, depth in zip(keys, depths, strict=True)}
+    assert sorted(depths, key=times.__getitem__) == [4, 3, 2, 1, 0]
 
 
 def test_a_document_stored_in_parts_keeps_its_head(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from chain_calls import get_chain, put_chain
 from hook_time import assert_ends_within
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.tiers.base import HEADER_BYTES, RecordMac, Tier
+from kvpact.tiers.base import HEADER_BYTES, Entry, RecordMac, Tier
 from kvpact.tiers.objects.bucket import Bucket
 from kvpact.tiers.objects.packs import HEAD_BYTES, Pack, PackMemory, decode_pack, encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
@@ -254,6 +254,41 @@ def test_a_long_prompt_is_looked_up_in_few_rounds(scene: Scene) -> None:
     with scene.traffic.counted() as requests:
         assert tier.leading(document("never stored", 64).keys) == 0
     assert len(requests) == 1
+
+
+def test_requests_for_a_prompt_and_for_blocks_that_stand_for_themselves(scene: Scene) -> None:
+    """What is missing costs no request more than it takes to find that out."""
+    tier, alone = scene.tier(), document("alone", 4).keys
+
+    def requests(call: Callable[[SharedTier], object], user: SharedTier = tier) -> tuple[object, int]:
+        with scene.traffic.counted() as made:
+            answer = call(user)
+        return answer, len(made)
+
+    assert requests(lambda tier: stored(tier, end=4)) == (4, 3), "a look, the namespace's description, an object"
+    assert requests(lambda tier: stored(tier, start=4)) == (4, 3), "the object before, a look, an object"
+    assert requests(lambda tier: stored(tier, start=4)) == (4, 2)
+    assert requests(lambda tier: served(tier, start=2)) == (6, 2)
+    longer = DOCUMENT.branch("longer", 8, 12)
+    assert requests(lambda tier: tier.leading(longer.keys)) == (8, 3)
+    assert requests(lambda tier: served(tier, longer, end=12), scene.tier()) == (8, 6), "and whose blocks are wrong"
+    assert requests(lambda tier: served(tier, document("never stored", 64), end=64)) == (0, 1)
+
+    blocks = filled_buffers(alone, SLOT, 2)
+    entries = [Entry(key, block) for key, block in zip(alone[:2], blocks[:2], strict=True)]
+    assert requests(lambda tier: tier.put(entries)) == ([True] * 2, 4)
+    assert requests(lambda tier: tier.lookup(alone)) == ([True, True, False, False], 4)
+    assert requests(lambda tier: tier.get(alone, empty_buffers(4, SLOT, 2))) == ([True, True, False, False], 4)
+
+
+def test_blocks_that_stand_for_themselves_are_found_by_any_engine_in_any_order(scene: Scene) -> None:
+    alone = document("alone", 4).keys
+    blocks = zip(alone, filled_buffers(alone, SLOT, 2), strict=True)
+    assert all(scene.tier().put([Entry(key, block) for key, block in blocks]))
+    tier, buffers = scene.tier(), empty_buffers(2, SLOT, 2)
+    assert tier.lookup([alone[3], DOCUMENT.keys[0], alone[1]]) == [True, False, True]
+    assert tier.get([alone[2], alone[0]], buffers) == [True, True]
+    assert [b"".join(buffer) for buffer in buffers] == [content(key, SLOT) for key in (alone[2], alone[0])]
 
 
 def test_prompts_that_begin_alike_share_a_head(scene: Scene) -> None:

@@ -131,7 +131,8 @@ def test_the_scheduler_asks_the_store_for_nothing(
     start: Callable[..., PlayedEngine], filled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(filled, **STEP)
-    monkeypatch.setattr(SharedTier, "lookup", lambda *_: pytest.fail("asked by the scheduler"))
+    for question in ("lookup", "leading"):
+        monkeypatch.setattr(SharedTier, question, lambda *_: pytest.fail("asked by the scheduler"))
     for prompt in PROMPTS:
         played = engine.add(prompt, 1)
         engine.step()
@@ -264,7 +265,7 @@ def test_a_store_that_is_slow_costs_its_deadline_and_then_nothing(
 
     asked = []
 
-    def slow(*arguments: Any, **options: Any) -> int:
+    def slow(*arguments: Any, **options: Any) -> list[bool]:
         asked.append(time.monotonic())
         time.sleep(0.3)
         return get(*arguments, **options)

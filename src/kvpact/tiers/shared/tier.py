@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import (
@@ -55,6 +56,7 @@ GROUP_BYTES: Final = 16 << 20
 """Payload of one call of a store: large enough for its batches, small enough to end early at a deadline. Headers do not
 count, so that a read of as many bytes into the arena is one call."""
 
+Answer = TypeVar("Answer")
 _Write: TypeAlias = Callable[[Sequence[str], Sequence[RecordPieces]], None]
 
 USAGE_SECONDS: Final = 30.0
@@ -95,27 +97,21 @@ class SharedTier(Tier):
     # Lookups and reads
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._uses.one() as running, self._accounts.noting("read"):
-            if running and keys:
-                found = self.store.exists(self._names(keys))
-                self._accounts.last_errors.clear("read")
-                return found
-        return [False] * len(keys)
+        return self._ask(self.store.exists, keys, [False] * len(keys))
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
         """See `SupportsPrefix`."""
-        if self._packs is None:
-            return leading(self.lookup(keys))
+        return leading(self.lookup(keys)) if self._packs is None else self._ask(self._packs.leading, keys, 0)
+
+    put_start = leading
+
+    def _ask(self, question: Callable[[Sequence[str]], Answer], keys: Sequence[BlockKey], otherwise: Answer) -> Answer:
         with self._uses.one() as running, self._accounts.noting("read"):
             if running and keys:
-                count = self._packs.leading(self._names(keys))
+                answer = question(self._names(keys))
                 self._accounts.last_errors.clear("read")
-                return count
-        return 0
-
-    def put_start(self, keys: Sequence[BlockKey]) -> int:
-        """See `SupportsPrefix`."""
-        return self.leading(keys)
+                return answer
+        return otherwise
 
     def locate(self, keys: Sequence[BlockKey]) -> None:
         """See `SupportsLocate`. The store is asked when this thread reads or writes the last of these blocks."""
@@ -130,9 +126,10 @@ class SharedTier(Tier):
         with self._uses.one() as running, self._accounts.noting("read"):
             wanted = self._found_before(keys) if running and keys else 0
             for first, end in _batches(buffers[:wanted]):
-                for index, is_sound in enumerate(self._reader.read(keys[first:end], buffers[first:end]), first):
-                    arrived[index] = is_sound
-                if on_progress is not None and not on_progress(leading(arrived)):
+                sound = list(self._reader.read(keys[first:end], buffers[first:end]))
+                arrived[first : first + len(sound)] = sound
+                more = on_progress is None or on_progress(leading(arrived))
+                if first + len(sound) < end or not more:
                     break
         return arrived
 
@@ -152,7 +149,6 @@ class SharedTier(Tier):
                 return [False] * len(entries)
             runs = _runs(entries)
             prompt = self._prompt.take(self._names([entry.key for entry in entries])) if self._packs else None
-            held: set[BlockKey] = set()
             try:
                 held = self._held(runs, prompt)
                 if wanted := _storable(runs, held):
@@ -164,11 +160,11 @@ class SharedTier(Tier):
                 return [entry.key in held for entry in entries]
             except StoreError as error:
                 self._accounts.note_failed("write", error)
-            held.clear()
+            stored = [False] * len(entries)
             with self._accounts.noting("read"):
-                held |= self._held(runs, prompt)
+                held = self._held(runs, prompt)
+                stored = [entry.key in held for entry in entries]
                 self._accounts.last_errors.clear("read")
-            stored = [entry.key in held for entry in entries]
             self._accounts.note_dropped(stored.count(False))
             return stored
 
@@ -177,14 +173,16 @@ class SharedTier(Tier):
 
         `prompt` has the names of all blocks up to the last of the run, if there is one run and they are known.
         """
-        alone, held = list(runs), set[BlockKey]()
-        if self._packs is not None:
-            alone = [run for run in runs if not run.follow]
-            for run in (run for run in runs if run.follow):
+        held: set[BlockKey] = set()
+        alone: dict[BlockKey, None] = {}
+        for run in runs:
+            if self._packs is not None and run.follow:
                 names = prompt if prompt is not None and len(runs) == 1 else self._names(run.keys)
                 held.update(run.keys[: max(0, self._packs.leading(names) - len(names) + len(run.keys))])
-        if keys := list(dict.fromkeys(key for run in alone for key in run.keys)):
-            held.update(compress(keys, self.store.exists(self._names(keys))))
+            else:
+                alone |= dict.fromkeys(run.keys)
+        if alone:
+            held.update(compress(alone, self.store.exists(self._names(alone))))
         return held
 
     def _store(self, runs: Sequence[_Run], held: Container[BlockKey]) -> None:
@@ -276,7 +274,7 @@ class SharedTier(Tier):
 
     # Within
 
-    def _names(self, keys: Sequence[BlockKey]) -> list[str]:
+    def _names(self, keys: Iterable[BlockKey]) -> list[str]:
         return [record_name(self._group, key) for key in keys]
 
     def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
@@ -321,7 +319,7 @@ def _runs(entries: Sequence[Entry]) -> list[_Run]:
     return [_Run(entries[first:end]) for first, end in pairwise([*starts, len(entries)])]
 
 
-def _storable(runs: Iterable[_Run], held: Set[BlockKey]) -> list[_Run]:
+def _storable(runs: Iterable[_Run], held: AbstractSet[BlockKey]) -> list[_Run]:
     """The runs whose parent is held or among the blocks of a run before."""
     storable: list[_Run] = []
     there = {ROOT, *held}
