@@ -19,6 +19,7 @@ import kvpact
 from documents import CODE, NOT_CODE, ROOT, Block, block_with, document_blocks, documents, filled_in
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import Metrics
+from kvpact.tiers.base import chained
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.sample_blocks import document, filled_buffers
@@ -219,7 +220,7 @@ def test_looking_after_a_store_as_the_page_says(folder: Path) -> None:
         for model in models:
             tier = open_tier(parse_tier_url(url), TierContext(model, 8192))
             keys = document("operators", 6).keys
-            assert tier.put(keys, 0, filled_buffers(keys, 8192, 2)) == 6
+            assert all(tier.put(chained(keys, filled_buffers(keys, 8192, 2))))
             tier.close()
         values = {"URL": url, "NAME": models[0].name, "STATS_FILE": f"{folder}/stats.json"}
         text = filled_in(block_with("docs/shared-tiers.md", "kvpact gc URL").text, values)
@@ -250,9 +251,10 @@ tier = FileTier(Path("."), Namespace({"model": "a"}), 4096)
 """
     after = """
 import threading
+from kvpact.tiers.base import chained
 from kvpact_testkit.sample_blocks import document, filled_buffers
 keys = document("a", 1).keys
-writes = threading.Thread(target=tier.put, args=(keys, 0, filled_buffers(keys, 4096, 1)))
+writes = threading.Thread(target=tier.put, args=[chained(keys, filled_buffers(keys, 4096, 1))])
 writes.start()
 writes.join(0.3)
 print("hangs:", writes.is_alive())
@@ -285,11 +287,12 @@ def test_the_guide_for_tiers_lets_others_use_one(folder: Path) -> None:
 from kvpact.identity.keys import Namespace
 from kvpact.config import load_config
 from kvpact_testkit.sample_blocks import document, filled_buffers
+from kvpact.tiers.base import chained
 from kvpact.tiers.registry import TierContext, open_tier
 [url] = load_config({{"tiers": ["{url}"]}}, {{}}).tiers
 tier = open_tier(url, TierContext(Namespace({{"model": "a"}}), 4096))
 keys = document("a", 3).keys
-print(tier.put(keys, 0, filled_buffers(keys, 4096, 1)), tier.lookup(keys))
+print(sum(tier.put(chained(keys, filled_buffers(keys, 4096, 1)))), sum(tier.lookup(keys)))
 """
     assert run_python(folder, program) == "3 3\n"
 
