@@ -26,8 +26,8 @@ def main(url: str, how: str) -> None:
     wanted = document("document", 4)
     for number in range(3):
         queue.submit_lookup(("lookup", number), wanted.keys)
-        queue.submit_get(("get", number), wanted.keys, 0, empty_buffers(4, SLOT, 1))
-        queue.submit_put(("put", number), wanted.keys, 0, filled_buffers(wanted.keys, SLOT, 1), 4 * SLOT)
+        queue.submit_get(("get", number), wanted.keys, empty_buffers(4, SLOT, 1))
+        queue.submit_put(("put", number), wanted.keys, filled_buffers(wanted.keys, SLOT, 1), 4 * SLOT)
     time.sleep(HANGS_AFTER)
     print(f"hangs {queue.under_way}", flush=True)
     if how == "closed":

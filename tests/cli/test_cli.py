@@ -21,6 +21,7 @@ from kvpact.cli.serve import what_copies
 from kvpact.cli.vllm_command import with_classes_that_fit
 from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
+from kvpact.tiers.base import chained
 from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.disk.tier import DiskTier
 
@@ -352,7 +353,7 @@ def store_blocks(directory: Path, model: str, capacity: int = 2 << 20) -> Path:
     tier = DiskTier.open(directory, namespace, SLOT_BYTES, capacity)
     keys = [bytes([index]) * 32 for index in range(1, BLOCKS + 1)]
     payloads = [[memoryview(key * (SLOT_BYTES // 32))] for key in keys]
-    assert tier.put(keys, 0, payloads) == BLOCKS
+    assert all(tier.put(chained(keys, payloads)))
     tier.close()
     return directory / "kvpact" / f"{namespace.name}.slab"
 

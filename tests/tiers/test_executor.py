@@ -331,10 +331,10 @@ def test_h20_the_queue_reports_of_each_block_what_the_tier_found(tmp_path: Path)
     queue.submit_put("tail", KEYS[4:], filled(KEYS[4:]), 4 * SLOT, before=KEYS[:4])
     assert drain(queue, 1) == [PutDone("tail", done(0, 4))], "blocks 0 to 3 are missing"
     queue.submit_put("head", KEYS[:2], filled(KEYS[:2]), 2 * SLOT, before=())
+    drain(queue, 1)
     queue.submit_get("read", KEYS, memory(8), before=())
     queue.submit_lookup("ask", KEYS, before=())
     queue.submit_lookup("ask of each", KEYS[::-1])
-    drain(queue, 1)
     ended = drain(queue, 3)
     assert ended[:2] == [GetDone("read", done(2, 8)), LookupDone("ask", done(2, 8))]
     assert ended[2] == LookupDone("ask of each", done(2, 8)[::-1])
