@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 from kvpact.errors import TierError
-from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
-from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
+from kvpact.tiers.base import (
+    BlockBuffer,
+    Entry,
+    Progress,
+    SupportsLocate,
+    SupportsPrefix,
+    SupportsScan,
+    Tier,
+    TierCapacity,
+    TierCounts,
+    TierHealth,
+)
 
 SLOW_SECONDS = 0.05
 BEYOND_MEASURE = 10**12
+HUGE = [True] * 1_000_000
 
 T = TypeVar("T")
 
@@ -48,6 +60,13 @@ class SickTier(Tier):
         self.is_empty = False
         """It holds nothing and takes nothing: so that what a test stores is in the other tiers only."""
         self._cured = threading.Event()
+        if isinstance(tier, SupportsPrefix):
+            self.leading = partial(self._leading, tier)
+            self.put_start = partial(self._put_start, tier)
+        if isinstance(tier, SupportsLocate):
+            self.locate = tier.locate
+        if isinstance(tier, SupportsScan):
+            self.scan = tier.scan
 
     def fall_ill(self, sickness: Sickness) -> None:
         """From the next operation on."""
@@ -75,35 +94,33 @@ class SickTier(Tier):
                 raise ZeroDivisionError("a defect of the plug-in")
         return work()
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
-        if self.exclusive and self.sickness in (Sickness.HANG, Sickness.SLOW):
-            return self._held(keys)  # from memory, on the scheduler's thread: what hangs is the disk
-        return self._do(lambda: self._held(keys), lie=len(keys), huge=BEYOND_MEASURE)
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._ask(lambda: self.tier.lookup(keys), nothing=[False] * len(keys), lie=[True] * len(keys), huge=HUGE)
 
-    def _held(self, keys: Sequence[BlockKey]) -> int:
-        return 0 if self.is_empty else self.tier.lookup(keys)
+    def _leading(self, tier: SupportsPrefix, keys: Sequence[BlockKey]) -> int:
+        return self._ask(lambda: tier.leading(keys), nothing=0, lie=len(keys), huge=BEYOND_MEASURE)
+
+    def _put_start(self, tier: SupportsPrefix, keys: Sequence[BlockKey]) -> int:
+        return self._ask(lambda: tier.put_start(keys), nothing=0, lie=len(keys), huge=BEYOND_MEASURE)
+
+    def _ask(self, work: Callable[[], T], *, nothing: T, lie: T, huge: T) -> T:
+        if self.is_empty:
+            work = lambda: nothing  # noqa: E731
+        if self.exclusive and self.sickness in (Sickness.HANG, Sickness.SLOW):
+            return work()  # from memory, on the scheduler's thread: what hangs is the disk
+        return self._do(work, lie=lie, huge=huge)
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        nothing = [False] * len(keys)
         return self._do(
-            lambda: 0 if self.is_empty else self.tier.get(keys, start, buffers, on_progress),
-            lie=0,
-            huge=BEYOND_MEASURE,
+            lambda: nothing if self.is_empty else self.tier.get(keys, buffers, on_progress), lie=nothing, huge=HUGE
         )
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        return self._do(
-            lambda: 0 if self.is_empty else self.tier.put(keys, start, buffers, epoch),
-            lie=len(buffers),
-            huge=BEYOND_MEASURE,
-        )
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        nothing, everything = [False] * len(entries), [True] * len(entries)
+        return self._do(lambda: nothing if self.is_empty else self.tier.put(entries), lie=everything, huge=HUGE)
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         return self._do(lambda: self.tier.delete(keys), lie=BEYOND_MEASURE, huge=BEYOND_MEASURE)
@@ -128,9 +145,6 @@ class SickTier(Tier):
         if self.sickness is Sickness.RAISE:
             raise ZeroDivisionError("a defect of the plug-in")
         return huge if self.sickness in (Sickness.LIE, Sickness.HUGE) else work()
-
-    def scan(self) -> Iterator[RecordHeader]:
-        return self.tier.scan()
 
     def close(self) -> None:
         self.cure()

@@ -87,7 +87,7 @@ class StoreCache(ReferenceCache):
             self._brought.add(name)
             fetch = Fetch(keys[: (len(request.token_ids) - 1) // self._block_size], self.epoch_of_keys(), self._step)
             self._fetches[name] = next(self._tickets), fetch
-            self.queue.submit_lookup(self._fetches[name][0], fetch.keys)
+            self.queue.submit_lookup(self._fetches[name][0], fetch.keys, before=())
         if name in self._fetches:
             op_id, fetch = self._fetches[name]
             if self._step - fetch.asked_at <= PATIENCE_STEPS:
@@ -107,9 +107,9 @@ class StoreCache(ReferenceCache):
                 continue
             fetch = self._fetches.pop(name)[1]
             if isinstance(done, LookupDone):
-                self._begin_read(name, fetch, done.held)
+                self._begin_read(name, fetch, done.in_a_row)
             elif isinstance(done, GetDone):
-                self._end_read(fetch, done.arrived)
+                self._end_read(fetch, done.in_a_row)
 
     def _begin_read(self, name: str, fetch: Fetch, held: int) -> None:
         self.believed.update(dict.fromkeys(fetch.keys[:held], self.clock()))
@@ -119,8 +119,8 @@ class StoreCache(ReferenceCache):
         if fetch.slots:
             views = [[segment.slot_view(slot) for segment in self.segments] for slot in fetch.slots]
             self._fetches[name] = next(self._tickets), fetch
-            keys = fetch.keys[: fetch.start + len(fetch.slots)]
-            self.queue.submit_get(self._fetches[name][0], keys, fetch.start, views)
+            before, keys = fetch.keys[: fetch.start], fetch.keys[fetch.start : fetch.start + len(fetch.slots)]
+            self.queue.submit_get(self._fetches[name][0], keys, views, before=before)
 
     def _end_read(self, fetch: Fetch, arrived: int) -> None:
         for at, slot in enumerate(fetch.slots):
@@ -157,7 +157,7 @@ class StoreCache(ReferenceCache):
             self.believed.update(dict.fromkeys(keys, now))
             op_id = next(self._tickets)
             views = [[segment.slot_view(entry.slot) for segment in self.segments] for entry in stored]
-            if self.queue.submit_put(op_id, tuple(keys), 0, views, len(keys), self.epoch_of_keys()):
+            if self.queue.submit_put(op_id, tuple(keys), views, len(keys), self.epoch_of_keys(), before=()):
                 self._puts[op_id] = stored
                 for entry in stored:
                     entry.holds += 1

@@ -14,10 +14,9 @@ import pytest
 
 from hook_time import assert_ends_within
 from kvpact.errors import PactViolation
-from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
-from kvpact.tiers.base import BlockBuffer, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
-from kvpact.tiers.executor import ControlDone, Done, GetDone, PutDone, TierExecutor
+from kvpact.tiers.base import BlockBuffer, Entry, Progress, Tier, TierCapacity, TierHealth
+from kvpact.tiers.executor import ControlDone, Done, GetDone, LookupDone, PutDone, TierExecutor
 from slab_scenes import SLOT, bytes_of, chain, content, filled, memory, open_tier, served
 
 KEYS = chain("document", 8)
@@ -37,17 +36,13 @@ class SlowTier(Tier):
         self.began = threading.Semaphore(0)
         self.error: Exception | None = None
 
-    def lookup(self, keys: Sequence[BlockKey]) -> int:
-        return len(keys)
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [True] * len(keys)
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
-        self.log.append(f"get {start}")
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
+        self.log.append(f"get {KEYS.index(keys[0])}")
         self.began.release()
         assert self.reads_go.wait(WAIT_SECONDS)
         if self.error:
@@ -55,18 +50,16 @@ class SlowTier(Tier):
         for count, buffer in enumerate(buffers, 1):
             buffer[0][0] = 7  # the late read of H21
             if on_progress is not None and not on_progress(count):
-                return count
-        return len(buffers)
+                return [index < count for index in range(len(keys))]
+        return [True] * len(keys)
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
-        self.log.append(f"put {start}")
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
+        self.log.append(f"put {KEYS.index(entries[0].key)}")
         self.began.release()
         assert self.writes_go.wait(WAIT_SECONDS)
         if self.error:
             raise self.error
-        return len(buffers)
+        return [True] * len(entries)
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         return 0
@@ -76,12 +69,6 @@ class SlowTier(Tier):
 
     def capacity(self) -> TierCapacity:
         return TierCapacity(0, 0, 0)
-
-    def counts(self) -> TierCounts:
-        return TierCounts()
-
-    def scan(self) -> Iterator[RecordHeader]:
-        return iter(())
 
     def health(self) -> TierHealth:
         return TierHealth(True)
@@ -109,19 +96,24 @@ def drain(queue: TierExecutor, count: int) -> list[Done]:
     return done
 
 
+def done(row: int, blocks: int | None = None) -> tuple[bool, ...]:
+    """What is said of `blocks`, by default `row`, of which so many from the first on are done."""
+    return tuple(block < row for block in range(row if blocks is None else blocks))
+
+
 def put(queue: TierExecutor, op_id: str, start: int = 0, blocks: int = 1) -> bool:
-    return queue.submit_put(op_id, KEYS, start, memory(blocks), blocks * SLOT)
+    return queue.submit_put(op_id, KEYS[start : start + blocks], memory(blocks), blocks * SLOT, before=KEYS[:start])
 
 
 def test_what_is_written_is_read_back_through_the_disk_tier(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     queue = TierExecutor(tier, threads=2, max_write_bytes=1 << 20)
-    assert queue.submit_put("head", KEYS, 0, filled(KEYS[:3]), 3 * SLOT)
-    assert queue.submit_put("tail", KEYS, 3, filled(KEYS[3:]), 5 * SLOT)
-    assert drain(queue, 2) == [PutDone("head", 3), PutDone("tail", 5)], "a tail never overtakes its head"
+    assert queue.submit_put("head", KEYS[:3], filled(KEYS[:3]), 3 * SLOT, before=())
+    assert queue.submit_put("tail", KEYS[3:], filled(KEYS[3:]), 5 * SLOT, before=KEYS[:3])
+    assert drain(queue, 2) == [PutDone("head", done(3)), PutDone("tail", done(5))], "a tail never overtakes its head"
     buffers = memory(8)
-    queue.submit_get("read", [*KEYS, b"?" * 32], 0, buffers)
-    assert drain(queue, 1) == [GetDone("read", 8)]
+    queue.submit_get("read", KEYS, buffers, before=())
+    assert drain(queue, 1) == [GetDone("read", done(8))]
     assert [bytes_of(buffer) for buffer in buffers] == [content(key) for key in KEYS]
     assert queue.pending_write_bytes == 0 == queue.under_way
     assert queue.close(WAIT_SECONDS)
@@ -148,7 +140,7 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
     for round_number in range(3):
         wait_until_threads_wait()  # one that still looks for work may find what comes now
         put(queue, f"write {round_number}")
-        queue.submit_get(f"read {round_number}", KEYS, 1, memory(1))
+        queue.submit_get(f"read {round_number}", KEYS[1:2], memory(1))
         queue.submit_lookup(f"lookup {round_number}", KEYS)
         assert not slow.began.acquire(timeout=0.05)
         assert queue.under_way == 3
@@ -161,7 +153,7 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
     assert called.wait(WAIT_SECONDS), "after a control operation no step may follow that would wake anybody"
     put(queue, "not announced")
     assert queue.close(WAIT_SECONDS), "closing wakes them in any case"
-    assert drain(queue, 2) == [ControlDone("control", True), PutDone("not announced", 1)]
+    assert drain(queue, 2) == [ControlDone("control", True), PutDone("not announced", (True,))]
 
 
 def test_reads_go_before_writes_that_came_earlier(slow: SlowTier) -> None:
@@ -169,7 +161,7 @@ def test_reads_go_before_writes_that_came_earlier(slow: SlowTier) -> None:
     put(queue, "first")
     assert slow.began.acquire(timeout=WAIT_SECONDS)
     put(queue, "second", 1)
-    queue.submit_get("read", KEYS, 2, memory(1))
+    queue.submit_get("read", KEYS[2:3], memory(1))
     slow.reads_go.set()
     slow.writes_go.set()
     drain(queue, 3)
@@ -183,10 +175,10 @@ def test_a_stuck_write_does_not_stop_reads(slow: SlowTier) -> None:
     put(queue, "waiting", 1)
     slow.reads_go.set()
     for number in range(5):
-        queue.submit_get(number, KEYS, 0, memory(2))
+        queue.submit_get(number, KEYS[:2], memory(2))
     assert {item.op_id for item in drain(queue, 5)} == set(range(5))
     slow.writes_go.set()
-    assert drain(queue, 2) == [PutDone("stuck", 1), PutDone("waiting", 1)]
+    assert drain(queue, 2) == [PutDone("stuck", (True,)), PutDone("waiting", (True,))]
     assert queue.close(WAIT_SECONDS)
 
 
@@ -200,36 +192,36 @@ def test_h52_a_write_that_does_not_fit_is_refused_at_once_and_holds_nothing(slow
     assert len(drain(queue, 3)) == 3
     assert queue.pending_write_bytes == 0
     assert put(queue, "again")
-    assert drain(queue, 1) == [PutDone("again", 1)]
+    assert drain(queue, 1) == [PutDone("again", (True,))]
     assert queue.close(WAIT_SECONDS)
 
 
 def test_h21_a_cancelled_read_keeps_its_buffers_until_it_has_really_ended(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
     buffers = memory(4)
-    queue.submit_get("late", KEYS, 0, buffers)
+    queue.submit_get("late", KEYS[:4], buffers)
     assert slow.began.acquire(timeout=WAIT_SECONDS)
     queue.cancel("late")
     time.sleep(0.02)
     assert [*queue.poll()] == [], "still being written to: not the caller's yet"
     assert queue.under_way == 1
     slow.reads_go.set()
-    assert drain(queue, 1) == [GetDone("late", 1)], "it ended at the next block"
+    assert drain(queue, 1) == [GetDone("late", (True, False, False, False))], "it ended at the next block"
     assert [buffer[0][0] for buffer in buffers] == [7, 0, 0, 0]
     assert queue.close(WAIT_SECONDS)
 
 
 def test_a_read_cancelled_before_it_began_is_skipped_and_still_reported(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
-    queue.submit_get("running", KEYS, 0, memory(1))
+    queue.submit_get("running", KEYS[:1], memory(1))
     assert slow.began.acquire(timeout=WAIT_SECONDS)
-    queue.submit_get("waiting", KEYS, 1, memory(1))
+    queue.submit_get("waiting", KEYS[1:2], memory(1))
     queue.cancel("waiting")
     queue.cancel("waiting")
     queue.cancel("unknown")
-    assert [*queue.poll()] == [GetDone("waiting", 0)]
+    assert [*queue.poll()] == [GetDone("waiting", (False,))]
     slow.reads_go.set()
-    assert drain(queue, 1) == [GetDone("running", 1)]
+    assert drain(queue, 1) == [GetDone("running", (True,))]
     assert slow.log == ["get 0"]
     assert queue.close(WAIT_SECONDS)
 
@@ -237,26 +229,22 @@ def test_a_read_cancelled_before_it_began_is_skipped_and_still_reported(slow: Sl
 def test_progress_tells_what_may_be_used_when_a_deadline_passes(slow: SlowTier) -> None:
     class Halting(SlowTier):
         def get(
-            self,
-            keys: Sequence[BlockKey],
-            start: int,
-            buffers: Sequence[BlockBuffer],
-            on_progress: Progress | None = None,
-        ) -> int:
+            self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+        ) -> list[bool]:
             assert on_progress is not None
             on_progress(3)
             self.began.release()
             assert self.reads_go.wait(WAIT_SECONDS)
-            return 5 if on_progress(5) else 3
+            return [True] * 5 + [False] * 3 if on_progress(5) else [True] * 3 + [False] * 5
 
     tier = Halting()
     queue = TierExecutor(tier, threads=1, max_write_bytes=0)
-    queue.submit_get("read", KEYS, 0, memory(8))
+    queue.submit_get("read", KEYS, memory(8))
     assert tier.began.acquire(timeout=WAIT_SECONDS)
     assert queue.progress("read") == 3
     assert queue.progress("unknown") == 0
     tier.reads_go.set()
-    assert drain(queue, 1) == [GetDone("read", 5)]
+    assert drain(queue, 1) == [GetDone("read", (True,) * 5 + (False,) * 3)]
     assert queue.close(WAIT_SECONDS)
 
 
@@ -268,27 +256,27 @@ def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
     slow.reads_go.set()
     slow.writes_go.set()
     for number in range(5):
-        queue.submit_get(f"get {number}", KEYS, 0, memory(1))
+        queue.submit_get(f"get {number}", KEYS[:1], memory(1))
         put(queue, f"put {number}")
     done = drain(queue, 10)
     assert Counter(item.op_id for item in done) == Counter(f"{kind} {n}" for kind in ("get", "put") for n in range(5))
     ended = [item for item in done if isinstance(item, GetDone | PutDone)]
-    assert [item.arrived if isinstance(item, GetDone) else item.stored for item in ended] == [0] * 10
+    assert [item.each for item in ended] == [(False,)] * 10
     assert len([record for record in caplog.records if record.exc_info]) == 2
     slow.error = None
     put(queue, "well again")
-    assert drain(queue, 1) == [PutDone("well again", 1)]
+    assert drain(queue, 1) == [PutDone("well again", (True,))]
     assert queue.close(WAIT_SECONDS)
 
 
 def test_a_ticket_names_one_thing_at_a_time(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
-    queue.submit_get("same", KEYS, 0, memory(1))
+    queue.submit_get("same", KEYS[:1], memory(1))
     with pytest.raises(PactViolation, match="'same' is under way already"):
-        queue.submit_get("same", KEYS, 0, memory(1))
+        queue.submit_get("same", KEYS[:1], memory(1))
     slow.reads_go.set()
     drain(queue, 1)
-    queue.submit_get("same", KEYS, 0, memory(1))
+    queue.submit_get("same", KEYS[:1], memory(1))
     drain(queue, 1)
     assert queue.close(WAIT_SECONDS)
 
@@ -298,15 +286,15 @@ def test_h56_closing_finishes_writes_and_drops_reads(slow: SlowTier) -> None:
     for number in range(3):
         put(queue, f"write {number}", number)
     assert slow.began.acquire(timeout=WAIT_SECONDS)
-    queue.submit_get("read", KEYS, 0, memory(1))
+    queue.submit_get("read", KEYS[:1], memory(1))
     threading.Timer(0.05, slow.writes_go.set).start()
     assert queue.close(WAIT_SECONDS)
     assert sorted(queue.poll(), key=lambda item: str(item.op_id)) == [
-        GetDone("read", 0),
-        *(PutDone(f"write {number}", 1) for number in range(3)),
+        GetDone("read", (False,)),
+        *(PutDone(f"write {number}", (True,)) for number in range(3)),
     ]
     assert put(queue, "too late")
-    assert [*queue.poll()] == [PutDone("too late", 0)]
+    assert [*queue.poll()] == [PutDone("too late", (False,))]
     assert queue.close(0)
 
 
@@ -321,12 +309,12 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
         assert slow.began.acquire(timeout=WAIT_SECONDS)
         put(queue, "waiting", 1)
         for number in range(1, threads):
-            queue.submit_get(f"stuck {number}", KEYS, 0, memory(1))
+            queue.submit_get(f"stuck {number}", KEYS[:1], memory(1))
             assert slow.began.acquire(timeout=WAIT_SECONDS)
         began = time.monotonic()
         assert not queue.close(0.2)
         seconds = time.monotonic() - began
-        assert [*queue.poll()] == [PutDone("waiting", 0)]
+        assert [*queue.poll()] == [PutDone("waiting", (False,))]
         assert queue.under_way == threads, "the buffers of what is stuck are still not the caller's"
         slow.writes_go.set()
         slow.reads_go.set()
@@ -337,14 +325,19 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
     assert_ends_within(play, 0.19, 0.3)
 
 
-def test_h20_the_queue_reports_the_unbroken_prefix_that_the_tier_found(tmp_path: Path) -> None:
+def test_h20_the_queue_reports_of_each_block_what_the_tier_found(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     queue = TierExecutor(tier, threads=1, max_write_bytes=1 << 20)
-    queue.submit_put("tail", KEYS, 4, filled(KEYS[4:]), 4 * SLOT)
-    assert drain(queue, 1) == [PutDone("tail", 0)], "blocks 0 to 3 are missing"
-    queue.submit_put("head", KEYS, 0, filled(KEYS[:2]), 2 * SLOT)
-    queue.submit_get("read", KEYS, 0, memory(8))
-    drain(queue, 2)
+    queue.submit_put("tail", KEYS[4:], filled(KEYS[4:]), 4 * SLOT, before=KEYS[:4])
+    assert drain(queue, 1) == [PutDone("tail", done(0, 4))], "blocks 0 to 3 are missing"
+    queue.submit_put("head", KEYS[:2], filled(KEYS[:2]), 2 * SLOT, before=())
+    drain(queue, 1)
+    queue.submit_get("read", KEYS, memory(8), before=())
+    queue.submit_lookup("ask", KEYS, before=())
+    queue.submit_lookup("ask of each", KEYS[::-1])
+    ended = drain(queue, 3)
+    assert ended[:2] == [GetDone("read", done(2, 8)), LookupDone("ask", done(2, 8))]
+    assert ended[2] == LookupDone("ask of each", done(2, 8)[::-1])
     assert served(tier, KEYS) == 2
     assert queue.close(WAIT_SECONDS)
     tier.close()
@@ -360,24 +353,19 @@ class CheckingTier(SlowTier):
         self.written: list[int] = []
 
     def get(
-        self,
-        keys: Sequence[BlockKey],
-        start: int,
-        buffers: Sequence[BlockBuffer],
-        on_progress: Progress | None = None,
-    ) -> int:
+        self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer], on_progress: Progress | None = None
+    ) -> list[bool]:
         time.sleep(0)  # others may run
-        return len(buffers)
+        return [True] * len(keys)
 
-    def put(
-        self, keys: Sequence[BlockKey], start: int, buffers: Sequence[BlockBuffer], epoch: Epoch = FIRST_EPOCH
-    ) -> int:
+    def put(self, entries: Sequence[Entry]) -> list[bool]:
         self.writing += 1
         self.two_at_once |= self.writing > 1
-        self.written.append(buffers[0][0][0] + 256 * buffers[0][0][1])
+        (piece,) = entries[0].buffer
+        self.written.append(piece[0] + 256 * piece[1])
         time.sleep(0)
         self.writing -= 1
-        return len(buffers)
+        return [True] * len(entries)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -393,10 +381,10 @@ def test_under_a_storm_every_ticket_ends_once_and_writes_run_one_by_one_in_their
             if choose.random() < 0.5:
                 buffer = bytearray(SLOT)
                 buffer[:2] = op_id.to_bytes(2, "little")
-                if queue.submit_put(op_id, KEYS, 0, [[memoryview(buffer)]], SLOT):
+                if queue.submit_put(op_id, KEYS[:1], [[memoryview(buffer)]], SLOT):
                     writes.append(op_id)
             else:
-                queue.submit_get(op_id, KEYS, 0, memory(1))
+                queue.submit_get(op_id, KEYS[:1], memory(1))
                 reads.append(op_id)
                 if choose.random() < 0.3:
                     queue.cancel(op_id)
