@@ -83,7 +83,7 @@ class BoundChecks(TierOptions, Suite[TierHarness]):
 
     @protects("T13", "H54")
     def test_the_deepest_of_blocks_without_a_parent_go_first(self, scene: TierHarness) -> None:
-        """Of those that were stored together, the ones that are left are those of the smallest depth."""
+        """Blocks are stored together, then others: what is left of the first has the smallest depth."""
         tier = self._open(scene)
         first, second = separate("first", CAPACITY), separate("second", CAPACITY // 3)
         order = [*range(1, CAPACITY, 2), *range(0, CAPACITY, 2)]

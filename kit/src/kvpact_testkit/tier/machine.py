@@ -64,7 +64,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.tier.close()
 
     def of(self, wanted: Document, blocks: Iterable[int] | None = None) -> set[int]:
-        """Those of the blocks, by default all, that are stored by the model."""
+        """Which of the blocks, by default all, the model has stored."""
         return {
             block for block in (range(len(wanted)) if blocks is None else blocks) if wanted.keys[block] in self.stored
         }
