@@ -82,9 +82,10 @@ class ObjectStore(RecordStore):
         found = self._find(names)
         return leading([name in found for name in names])
 
-    def locate(self, names: Sequence[str]) -> int:
+    def locate(self, names: Sequence[str]) -> None:
         """See `SupportsPacks`."""
-        return len(names) if len(self.memory.locate(names)) == len(names) else self.leading(names)
+        if len(self.memory.locate(names)) < len(names):
+            self._find(names)
 
     def known(self, names: Sequence[str]) -> list[str]:
         """See `SupportsPacks`."""

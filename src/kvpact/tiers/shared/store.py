@@ -138,8 +138,8 @@ class SupportsPacks(Protocol):
     def leading(self, names: Sequence[str]) -> int:
         """How many of the records, from the first on, are there now."""
 
-    def locate(self, names: Sequence[str]) -> int:
-        """Find the records before a read of some of them; how many, from the first on, were found now or before."""
+    def locate(self, names: Sequence[str]) -> None:
+        """Find out where the records are, up to the first that is missing, unless the place of all is known."""
 
     def known(self, names: Sequence[str]) -> list[str]:
         """Which of the records the store knows the place of, without a look."""

@@ -124,21 +124,26 @@ class SharedTier(Tier):
         self._require_sizes(buffers)
         arrived = [False] * len(keys)
         with self._uses.one() as running, self._accounts.noting("read"):
-            wanted = self._found_before(keys) if running and keys else 0
-            for first, end in _batches(buffers[:wanted]):
-                sound = list(self._reader.read(keys[first:end], buffers[first:end]))
-                arrived[first : first + len(sound)] = sound
+            wanted = self._readable(keys) if running and keys else ()
+            for first, end in _batches([buffers[at] for at in wanted]):
+                part = wanted[first:end]
+                sound = list(self._reader.read([keys[at] for at in part], [buffers[at] for at in part]))
+                for at, is_sound in zip(part, sound, strict=False):
+                    arrived[at] = is_sound
                 more = on_progress is None or on_progress(leading(arrived))
-                if first + len(sound) < end or not more:
+                if len(sound) < len(part) or not more:
                     break
         return arrived
 
-    def _found_before(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these blocks to read: as many of a prompt's as its packs have, all if they are no prompt's."""
-        if self._packs is None:
-            return len(keys)
-        prompt = self._prompt.take(self._names(keys))
-        return len(keys) if prompt is None else max(0, self._packs.locate(prompt) - len(prompt) + len(keys))
+    def _readable(self, keys: Sequence[BlockKey]) -> Sequence[int]:
+        """Which of these blocks to read: of a prompt's those whose place is known, of others all."""
+        if self._packs is not None:
+            names = self._names(keys)
+            if (prompt := self._prompt.take(names)) is not None:
+                self._packs.locate(prompt)
+                known = {*self._packs.known(names)}
+                return [at for at, name in enumerate(names) if name in known]
+        return range(len(keys))
 
     # Writes
 
