@@ -126,20 +126,6 @@ def require_at_most(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A block by its place: its key, the key of the block before it and its number; a loose block is number 0."""
-
-    key: BlockKey
-    parent: BlockKey = b""
-    depth: int = 0
-
-
-def chained(keys: Sequence[BlockKey], start: int, end: int) -> list[Block]:
-    """Blocks [start, end) of the chain `keys`."""
-    return [Block(keys[depth], keys[depth - 1] if depth else b"", depth) for depth in range(start, end)]
-
-
-@dataclass(frozen=True, slots=True)
 class RecordHeader:
     """What a store knows of one block without reading its payload.
 
