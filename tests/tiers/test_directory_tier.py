@@ -27,7 +27,6 @@ from kvpact.tiers.directory import evictor_lock, files, quota
 from kvpact.tiers.directory.evictor_lock import host
 from kvpact.tiers.directory.quota import CONTROL, CONTROL_BYTES
 from kvpact.tiers.directory.store import DirectoryStore, open_directory
-from kvpact.tiers.record import parent_in
 from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
@@ -146,12 +145,6 @@ class TestDirectoryTier(TierConformance):
         if how is not Damage.GONE:
             path.write_bytes(how.of(record, next(iter(paths.values())).read_bytes()))
         return True
-
-
-def test_the_parent_is_read_where_headers_have_it() -> None:
-    key, parent = document("any", 2).keys[1], document("any", 2).keys[0]
-    header = RecordHeader(NAMESPACE.digest, key, parent, 1, SLOT, bytes(16), 1.0, 1.0).encode()
-    assert parent_in(header) == parent
 
 
 def test_what_is_used_stays_and_tails_go_before_heads(tmp_path: Path) -> None:
