@@ -94,7 +94,7 @@ def test_keys_cover_the_next_token_where_a_draft_models_layers_depend_on_it() ->
     """vllm#52735: what is stored of a block's last token is right for one next token."""
     plain, draft = KVCacheGroup(FULL, 16), KVCacheGroup(FULL, 16, drops_last=True)
     assert [GroupSet(groups).tokens_ahead for groups in ((plain,), (draft,), (plain, draft))] == [0, 1, 1]
-    assert GroupSet((draft,)).is_plain
+    assert not GroupSet((draft,)).sides
     kept = GroupSet((plain, draft))
     assert kept.longest_match(160, lambda _, blocks: next((block for block in blocks if block >= 4), None)) == 64
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 from itertools import count
 
-from chain_calls import get_chain, put_chain
 from kvpact.config import load_config
 from kvpact.identity.keys import BlockKey, BlockKeys, Namespace, RequestIdentity
-from kvpact.tiers.base import Tier
+from kvpact.tiers.base import Tier, chained, leading
 from kvpact.tiers.registry import TierContext, open_tier
 
 NAMESPACE = Namespace({"model": "of a client that is killed"})
@@ -37,13 +36,13 @@ def open_client(url: str) -> Tier:
 
 def store(tier: Tier, seed: int) -> int:
     """How many blocks of a chain could be stored."""
-    return put_chain(tier, chain(seed), [(memoryview(payload(seed, block)),) for block in range(BLOCKS)])
+    return leading(tier.put(chained(chain(seed), [(memoryview(payload(seed, block)),) for block in range(BLOCKS)])))
 
 
 def load(tier: Tier, seed: int) -> int:
     """How many blocks of a chain arrive. AssertionError if one is not what was stored."""
     buffers = [bytearray(SLOT_BYTES) for _ in range(BLOCKS)]
-    arrived = get_chain(tier, chain(seed), [(memoryview(buffer),) for buffer in buffers])
+    arrived = leading(tier.get(chain(seed), [(memoryview(buffer),) for buffer in buffers]))
     for block in range(arrived):
         assert buffers[block] == payload(seed, block), f"block {block} of chain {seed} is not what was stored"
     return arrived

@@ -93,11 +93,11 @@ class TierMachine(RuleBasedStateMachine):
         if orphans and self.tier.keeps_chains:
             expect("put behind blocks that are not held stores", stored, ())
             keys = set()
-        elif self.roomy and not self.faulty:
+        elif self.roomy and not self.faulty and not orphans:
             expect("put stores", stored, blocks)
         # A store that others share may have stored what it failed to answer about.
         taken = {wanted.keys[block] for block in stored} if self.tier.tier.exclusive else keys
-        if self.faulty or not self.roomy:
+        if self.faulty or not self.roomy or orphans:  # a tier that keeps no chains may take them, or not
             self.take_over(before | taken)
         else:
             self.stored |= taken
