@@ -251,9 +251,10 @@ tier = FileTier(Path("."), Namespace({"model": "a"}), 4096)
 """
     after = """
 import threading
+from kvpact.tiers.base import chained
 from kvpact_testkit.sample_blocks import document, filled_buffers
 keys = document("a", 1).keys
-writes = threading.Thread(target=tier.put, args=(keys, 0, filled_buffers(keys, 4096, 1)))
+writes = threading.Thread(target=tier.put, args=(chained(keys, filled_buffers(keys, 4096, 1)),))
 writes.start()
 writes.join(0.3)
 print("hangs:", writes.is_alive())
