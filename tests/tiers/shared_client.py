@@ -10,7 +10,7 @@ from itertools import count
 
 from kvpact.config import load_config
 from kvpact.identity.keys import BlockKey, BlockKeys, Namespace, RequestIdentity
-from kvpact.tiers.base import Tier, chained, leading
+from kvpact.tiers.base import SupportsLocate, Tier, chained, leading
 from kvpact.tiers.registry import TierContext, open_tier
 
 NAMESPACE = Namespace({"model": "of a client that is killed"})
@@ -34,15 +34,24 @@ def open_client(url: str) -> Tier:
     return open_tier(tier_url, TierContext(NAMESPACE, SLOT_BYTES))
 
 
+def located(tier: Tier, seed: int) -> list[BlockKey]:
+    """The keys of a chain, which the tier is told of as an engine's threads tell it."""
+    keys = chain(seed)
+    if isinstance(tier, SupportsLocate):
+        tier.locate(keys)
+    return keys
+
+
 def store(tier: Tier, seed: int) -> int:
     """How many blocks of a chain could be stored."""
-    return leading(tier.put(chained(chain(seed), [(memoryview(payload(seed, block)),) for block in range(BLOCKS)])))
+    keys = located(tier, seed)
+    return leading(tier.put(chained(keys, [(memoryview(payload(seed, block)),) for block in range(BLOCKS)])))
 
 
 def load(tier: Tier, seed: int) -> int:
     """How many blocks of a chain arrive. AssertionError if one is not what was stored."""
     buffers = [bytearray(SLOT_BYTES) for _ in range(BLOCKS)]
-    arrived = leading(tier.get(chain(seed), [(memoryview(buffer),) for buffer in buffers]))
+    arrived = leading(tier.get(located(tier, seed), [(memoryview(buffer),) for buffer in buffers]))
     for block in range(arrived):
         assert buffers[block] == payload(seed, block), f"block {block} of chain {seed} is not what was stored"
     return arrived

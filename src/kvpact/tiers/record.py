@@ -263,12 +263,6 @@ def written_in_older_format(raw: bytes | memoryview) -> float | None:
     return float(written) if magic == RECORD_MAGIC and version < RECORD_FORMAT else None
 
 
-def parent_in(raw: bytes | memoryview) -> bytes:
-    """The key of the block before the one with this header, zeros for a request's first. Nothing is verified."""
-    parent: bytes = _FIELDS.unpack_from(raw)[9]
-    return parent
-
-
 def run_in(raw: bytes | bytearray) -> bytes:
     """The run that wrote the record with this header. Nothing is verified."""
     return bytes(raw[_RUN_AT : _RUN_AT + RUN_BYTES])
