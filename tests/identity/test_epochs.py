@@ -16,7 +16,7 @@ import pytest
 from epoch_engine import EpochEngine, disk, prompt, store
 from kvpact.contract import WorkerReport
 from kvpact.identity.epochs import Epoch
-from kvpact.tiers.base import Tier
+from kvpact.tiers.base import SupportsScan, Tier
 from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordPieces, StoreError
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.engine import RequestStatus
@@ -200,6 +200,7 @@ def test_p13_every_record_names_its_epoch(redis_url: str, tmp_path: Path, starte
     engine.cache.set_weights_version("v2")
     engine.store(OTHER)
     for tier in tiers:
+        assert isinstance(tier, SupportsScan)
         epochs = Counter(header.epoch for header in tier.scan())
         assert epochs == {Epoch.of_word("v1"): 8, Epoch.of_word("v2"): 8}
 

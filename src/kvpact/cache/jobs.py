@@ -80,7 +80,7 @@ class LoadState:
 
     @property
     def job(self) -> LoadJob:
-        """Its first job, by whose id it is known."""
+        """The first job, by whose id the load is known."""
         return self.parts[0].job
 
     @property
@@ -154,7 +154,7 @@ class SaveState:
 
     job: SaveJob
     run: OffloadRun
-    """As far as there was room for it."""
+    """The blocks that there was room for."""
     slots: Slots | range
     """The job's slots, as they were reserved."""
     pin: Pin

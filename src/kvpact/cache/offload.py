@@ -143,7 +143,7 @@ class Offloader:
             self._put_off(request, state, range(stop, full), chain, hanging)
 
     def _owe(self, run: OffloadRun, state: RequestState, now: float) -> None:
-        """These blocks are to be saved: now, or when the engine is about to evict them."""
+        """Save these blocks now, or when the engine is about to evict them."""
         if self.lazy is not None:
             self.lazy.note(run, state.tag)
         else:

@@ -82,7 +82,7 @@ class WriteBack:
         return len(self._unwritten) + len(self._backlog)
 
     def note_saved(self, offer: Offer) -> None:
-        """These blocks were saved: offer them to the tiers in this step or a later one.
+        """Offer what was saved to the tiers, in this step or a later one.
 
         While ranks still check each of their copies, tiers get nothing; afterwards `begin_backlog` finds what there is.
         """
