@@ -17,10 +17,12 @@ from benchmarks.table import spread
 from kvpact import (
     JobOutcome,
     KVCacheBlockView,
+    LoadJob,
     Namespace,
     PactCache,
     RangeSet,
     RequestIdentity,
+    SaveJob,
     StepWork,
     WorkerReport,
     load_config,
@@ -68,7 +70,8 @@ class Blocks:
 
 def obey(work: StepWork) -> WorkerReport:
     """The report of a rank that has made every copy."""
-    return WorkerReport({0: {job.job_id: JobOutcome(RangeSet.of(job.blocks)) for job in (*work.loads, *work.saves)}})
+    jobs: list[LoadJob | SaveJob] = [*work.loads, *work.saves]
+    return WorkerReport({0: {job.job_id: JobOutcome(RangeSet.of(job.blocks)) for job in jobs}})
 
 
 class Scene:

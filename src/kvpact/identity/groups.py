@@ -148,9 +148,9 @@ class GroupSet:
     ) -> Sequence[int]:
         """Return the new blocks of a side group that a later request may need; `computed` of `known` tokens are there.
 
-        All of a group that reads everything; the state at the end of a step, which leaves no other; and of windows those
-        from which a request will go on: at the end of a prompt, of its answer, and where two prompts part, after so many
-        rows as `branches` says. All others would be most of what is stored, and nobody asks for them
+        All of a group that reads everything; the state at the end of a step, which leaves no other; and the windows
+        from which a request will go on: at the end of a prompt, of its answer, and where two prompts part, after so
+        many rows as `branches` says. All others would be most of what is stored, and nobody asks for them
         (research/hybrid_trace.py).
         """
         group = self.groups[number]
