@@ -96,12 +96,6 @@ class OwnSlab:
             with self._lock:
                 self._unpin(pins)
 
-    def _use_known(self, keys: Sequence[BlockKey]) -> list[Pin]:
-        """Do what `_use` does for those of `keys` that are known, held or on their way; the lock is held."""
-        slots = self._index.find_each(keys)
-        (known,) = (slots >= 0).nonzero()
-        return self._use([keys[index] for index in known.tolist()], slots[known])
-
     def _use(self, keys: Sequence[BlockKey], slots: RowArray) -> list[Pin]:
         """Keep the blocks `keys` in `slots`, with all before them, and note that they are used; the lock is held.
 
@@ -143,8 +137,8 @@ class OwnSlab:
         """The blocks that are new and have room, and their slots; the lock is held."""
         runs = self._new_runs(entries)
         blocks, slots = list[Entry](), list[int]()
-        needed = [run[0].parent for run in runs if run[0].parent]
-        pins = self._use_known([entry.key for entry in entries]) + self._use_known(needed)
+        named = [*(run[0].parent for run in runs), *(entry.key for entry in entries)]
+        pins = self._index.pin_each([key for key in reversed(named) if key in self._index])
         self._content.count(evicted=len(self._index.make_room(sum(map(len, runs)))))
         for run in runs:
             some = run[: self._index.free_slots]
