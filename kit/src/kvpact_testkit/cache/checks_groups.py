@@ -81,6 +81,21 @@ class GroupChecks(CacheSuite):
         observable_if(scene.promised_tokens("whole", LONGER), "the cache promises nothing of what was stored")
         scene.run(scene.request("fork", [*LONGER[:28], *prompt(3, seed=7)]))
 
+    @kept_in_every_mode("P2", "P8", "H112", faulty="ranks", groups=(FULL, WINDOW), num_slots=48, prefix_caching=False)
+    def test_h112_what_is_saved_of_one_group_is_no_match_before_the_chain_is(self, scene: CacheHarness) -> None:
+        """The window is saved and the copy of full attention's blocks hangs: nothing is promised. Then all of it is."""
+
+        def conduct(rank: int, job: Job) -> JobBehavior:
+            return JobBehavior(copy_after_steps=12 if isinstance(job, SaveJob) and job.group_id == 0 else 0)
+
+        scene.conduct = conduct
+        scene.run(scene.request("first", DOCUMENT))
+        scene.step(3)
+        early = scene.promised_tokens("early", DOCUMENT)
+        require(not early, f"{early} tokens are promised while full attention's blocks are being copied")
+        scene.settle()
+        observable_if(scene.promised_tokens("late", DOCUMENT), "the cache promises nothing of what was stored")
+
     @kept_in_every_mode("P2", "P8", stored=LONGER, groups=(FULL, DRAFT), num_slots=48, prefix_caching=False)
     def test_a_block_that_depends_on_the_next_token_is_not_the_last_of_a_match(self, scene: CacheHarness) -> None:
         """A draft model's layers: another prompt of the same 24 tokens goes on with another token."""
