@@ -126,3 +126,49 @@ def test_a_request_that_waits_for_its_load_is_given_the_blocks_of_other_chunks()
     ]
     broken = perform(pact_cache, settings, calls)
     assert broken is None, broken
+
+
+def test_h13_less_of_a_match_is_read_in_whole_blocks_of_every_group() -> None:
+    """Memory had room for 5 rows of 2 tokens, and the other group's block of 8 tokens ended in a row that nobody knew."""
+    settings = HarnessSettings(
+        mode="vllm-0.28",
+        ranks=2,
+        block_size=2,
+        num_slots=32,
+        num_blocks=95,
+        max_tokens_per_step=16,
+        max_running=8,
+        groups=(KVCacheGroup(GroupKind.FULL, 8), KVCacheGroup(GroupKind.FULL, 2)),
+    )
+    calls = [
+        Call.of("arrive", prefix=0, shared=28, tail=8, outputs=3, kind=4, priority=0),
+        Call.of("step", times=1),
+        Call.of("stall", steps=1),
+        Call.of("stall", steps=25),
+        Call.of("tier_fault", operation=0, fault=0),
+        Call.of("step", times=1),
+        Call.of(
+            "misbehave", rank=0, copy_after=0, report_after=0, reports=0, pieces=0, fail_at=0, fail_count=0, load=0
+        ),
+        Call.of("step", times=8),
+        Call.of("arrive", prefix=0, shared=29, tail=2, outputs=5, kind=15, priority=0),
+        Call.of("arrive", prefix=0, shared=0, tail=0, outputs=0, kind=0, priority=0),
+        Call.of("tier_fault", operation=0, fault=0),
+        Call.of("step", times=8),
+        Call.of("damage", at=0),
+        Call.of("release"),
+        Call.of("step", times=1),
+        Call.of("arrive", prefix=0, shared=17, tail=3, outputs=0, kind=0, priority=0),
+        Call.of("step", times=5),
+        Call.of("arrive", prefix=0, shared=0, tail=0, outputs=0, kind=0, priority=0),
+        Call.of("step", times=4),
+        Call.of("forget_local"),
+        Call.of("cancel", which=0),
+        Call.of("step", times=1),
+        Call.of("arrive", prefix=0, shared=0, tail=0, outputs=0, kind=0, priority=0),
+        Call.of("step", times=1),
+        Call.of("arrive", prefix=2, shared=47, tail=8, outputs=4, kind=4, priority=1),
+        Call.of("arrive", prefix=0, shared=36, tail=8, outputs=1, kind=0, priority=0),
+    ]
+    broken = perform(partial(pact_cache_with_all, sync_load_budget=0, admit="second-use"), settings, calls)
+    assert broken is None, broken

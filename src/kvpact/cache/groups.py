@@ -198,6 +198,10 @@ class RequestGroups:
             if end > 0
         ]
 
+    def whole(self, rows: int) -> int:
+        """The most rows, at most so many, that whole blocks of every group make up."""
+        return rows - rows % (self.groups.alignment // self.groups.block_size)
+
     def may_end_at(self, num_tokens: int) -> bool:
         """Whether a match may be cut to end there: a state is of use at the end of its block alone."""
         return not any(num_tokens % group.block_size for group in self.groups.groups if group.kind is GroupKind.STATE)

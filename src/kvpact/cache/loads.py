@@ -54,13 +54,14 @@ class Loads:
         synchronous, groups = not match.load_kv_async, self.groups
         blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
         state = self.requests.live[plan.request_id]
-        keep: Sequence[Pin] | None = plan.leases
-        if num_tokens < plan.promised_tokens:
-            keep = self._cut(plan, state, num_tokens)
+        leases = plan.leases
+        keep = self._cut(plan, state, num_tokens) if num_tokens < plan.promised_tokens else leases
         tables = groups.tables(plan.request_id, lambda: block_ids)
         placed = groups.placed(plan.slots.runs, tables)
         if keep is None or not placed:
             self.ledger.abort(plan, EndReason.REFUSED)
+            for pin in keep if keep is not None and keep is not leases else ():
+                self.index.unpin(pin)
             return 0
         state.commit(num_tokens)
         loaded = sum(len(ids) for _, ids in placed)

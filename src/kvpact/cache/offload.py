@@ -137,7 +137,7 @@ class Offloader:
             ids = tuple(chain[known:sound])
             run = OffloadRun(name, groups.chain, known, keys[known:sound], range(known, sound), keys, ids)
             self._owe(run, state, now)
-        for run in self._runs(name, keys, sound, hanging) if hanging else ():
+        for run in self._runs(name, keys, sound, hanging, state) if hanging else ():
             self._owe(run, state, now)
         if stop < full and sound == stop:
             self._put_off(request, state, range(stop, full), chain, hanging)
@@ -186,11 +186,16 @@ class Offloader:
         return found
 
     def _runs(
-        self, name: str, keys: Sequence[BlockKey], sound: int, hanging: Sequence[tuple[int, int, int]]
+        self,
+        name: str,
+        keys: Sequence[BlockKey],
+        sound: int,
+        hanging: Sequence[tuple[int, int, int]],
+        state: RequestState | None,
     ) -> Iterator[OffloadRun]:
         """What hangs on the first `sound` rows, in runs of one group; without lazy saving, what memory does not know.
 
-        The tiers are offered what it knows: they may have lost it.
+        The tiers are offered what it knows: they may have lost it. `state` keeps the keys of a request that lives.
         """
         groups, lazy = self.groups.groups, self.lazy is not None
         rows = sound if lazy and groups.chain is not None else self.groups.know_rows(keys[:sound])
@@ -198,7 +203,8 @@ class Offloader:
         used: list[BlockKey] = []
         for number, block, block_id in hanging:
             if (row := groups.row_of(number, block)) < rows:
-                key = groups.side_key(keys[row], number, block)
+                key = self.groups.key(state, number, block) if state is not None else None
+                key = key or groups.side_key(keys[row], number, block)
                 if lazy or key not in self.index:
                     by_group.setdefault(number, {})[block] = key, block_id
                 else:
@@ -293,7 +299,7 @@ class Offloader:
             )  # fmt: skip
             is_taken = self.save(run, now) == len(piece.chain)
         still = [each for each in piece.hanging if self.tags.has(each[2], waiting.tag)]
-        for run in self._runs(waiting.request_id, keys, sound, still) if still else ():
+        for run in self._runs(waiting.request_id, keys, sound, still, None) if still else ():
             self.save(run, now)
         return is_taken, sound == end
 
@@ -376,19 +382,25 @@ class Offloader:
             if leaving:  # the engine evicts these before all others
                 self._context.free_blocks(leaving, evict_first=True)
         good = self._good(save)
-        slots: Sequence[int] = save.slots
-        became_held = self.index.complete(slots if all(good) else [*compress(slots, good)])
-        self.index.abandon([slot for slot, is_good in zip(slots, good, strict=True) if not is_good])
-        self.index.unpin(save.pin)
         saved = sum(good)
+        if saved == len(good):
+            became_held = self.index.complete(save.slots)
+        else:
+            became_held = self.index.complete([*compress(save.slots, good)])
+            bad = [not is_good for is_good in good]
+            self.index.abandon([*compress(save.slots, bad)])
+            if self.lazy is not None:
+                self.lazy.forget(compress(run.keys, bad))
+        self.index.unpin(save.pin)
         self.metrics.add("saved_blocks", saved)
         self.metrics.add("dropped_blocks", len(good) - saved)
         if self.lazy is not None:
             self.lazy.saved(len(run.block_ids))
-            self.lazy.forget([key for key, is_good in zip(run.keys, good, strict=True) if not is_good])
-        if run.group == self.groups.groups.chain and saved:
+        if saved and run.group == self.groups.groups.chain:
             self.writeback.note_saved(Offer(run.chain, run.start + saved))
-        self.writeback.note_became_held(became_held, run.keys if run.group == self.groups.groups.chain else ())
+        elif saved:
+            self.writeback.note_saved(Offer(run.keys, follow=False))
+        self.writeback.note_became_held(became_held, run.keys)
 
     def _good(self, save: SaveState) -> list[bool]:
         """Which blocks of a save hold what their keys say; of the chain's none after one that does not."""

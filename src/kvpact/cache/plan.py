@@ -232,7 +232,9 @@ class Planner:
                 reach = groups.know_rows(keys[:end])
             else:
                 reach = self.prefetcher.fetch(keys, end, available.by_tier)
-            if not reach or (reach < end and not groups.reads_all):
+            if reach < end:
+                reach = groups.whole(reach) if groups.reads_all else 0
+            if not reach:
                 return 0
             pins.append(self.index.pin(keys[reach - 1]))
             needed = [each for each in groups.hanging(state, reach, start) if not self.index.is_held(each.key)]

@@ -106,7 +106,9 @@ class StepLookups:
             blocks,
             BlockRange(lookup.computed_tokens, used),
             block_size=size,
-            slots=PlanSlots((GroupBlocks(job.group_id, job.start_block, lookup.keys, job.slots[: blocks.count]),)),
+            slots=PlanSlots(
+                (GroupBlocks(job.group_id, blocks.start, lookup.keys[blocks.start :], job.slots[: blocks.count]),)
+            ),
             now=now,
             request_finished=job.request_id not in self.requests.live,
         )
