@@ -129,7 +129,7 @@ def test_a_request_that_waits_for_its_load_is_given_the_blocks_of_other_chunks()
 
 
 def test_h13_less_of_a_match_is_read_in_whole_blocks_of_every_group() -> None:
-    """Memory had room for 5 rows of 2 tokens, and the other group's block of 8 tokens ended in a row that nobody knew."""
+    """Memory had room for 5 rows of 2 tokens; the other group's block of 8 tokens ended in a row that nobody knew."""
     settings = HarnessSettings(
         mode="vllm-0.28",
         ranks=2,
