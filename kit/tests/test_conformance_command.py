@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -53,13 +54,18 @@ def kvpact(*arguments: str, exit_code: int = 0) -> str:
     return result.output
 
 
+def in_words(shown: str) -> str:
+    """What was shown, with one space where columns have several."""
+    return re.sub(" +", " ", shown)
+
+
 def test_a_suite_is_run_as_its_author_wrote_it(here: Path) -> None:
     (here / "my_suite.py").write_text(SUITE)
-    shown = kvpact("my_suite:MySuite")
+    shown = in_words(kvpact("my_suite:MySuite"))
     assert "my_suite:MySuite on the embedded engine as native" in shown
-    assert "P1   kept            every plan ends once; at rest nothing is held" in shown
-    assert "H01  avoided" in shown
-    assert "H52  not observable" in shown
+    assert "P1 kept every plan ends once; at rest nothing is held" in shown
+    assert "H01 avoided" in shown
+    assert "H52 not observable" in shown
     assert "the cache has no tier whose queue it made" in shown
     assert ", 0 broken, " in shown
 
@@ -67,9 +73,9 @@ def test_a_suite_is_run_as_its_author_wrote_it(here: Path) -> None:
 @pytest.mark.proof
 def test_what_is_broken_is_shown_with_the_shortest_script_and_exit_code_1(here: Path) -> None:
     (here / "naive.py").write_text(NAIVE)
-    shown = kvpact("naive:Naive", exit_code=1)
-    assert "P4   broken          a commit may shrink, to nothing if need be" in shown
-    assert "H04  happens" in shown
+    shown = in_words(kvpact("naive:Naive", exit_code=1))
+    assert "P4 broken a commit may shrink, to nothing if need be" in shown
+    assert "H04 happens" in shown
     assert "the rest of its room is held for nobody" in shown
     assert "16 of them are committed" in shown
 
