@@ -115,6 +115,7 @@ def test_a_connector_of_vllm_is_not_run_on_the_embedded_engine() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.proof
 def test_a_connector_of_vllm_is_run_under_vllm(here: Path) -> None:
     pytest.importorskip("vllm")
     shown = kvpact("kvpact.vllm:PactConnector", "--config", '{"memory": "64MiB"}')

@@ -62,6 +62,7 @@ def test_hypothesis_breaks_nothing(machine: type[PactMachine], steps: int) -> No
     assert not rare(), f"hardly any of {rare()} in {figures.steps} steps"
 
 
+@pytest.mark.proof
 def test_random_plays_break_nothing() -> None:
     figures = soak(STEPS, first_seed=100_000)
     assert figures.steps >= STEPS

@@ -81,6 +81,7 @@ def ask(engine: EngineProcess, right: Right, numbers: range, cached: int) -> Non
         assert right(number, output), number
 
 
+@pytest.mark.proof
 def test_answers_from_memory_and_from_disk_are_the_engines_own(
     start_engine: Callable[..., EngineProcess], references: References, tmp_path: Path
 ) -> None:

@@ -354,6 +354,7 @@ def test_h58_no_step_of_the_scheduler_does_a_stores_work_or_waits_for_it(
     assert any(map(is_quick, lives)), lives
 
 
+@pytest.mark.proof
 def test_an_object_store_that_fails_and_slows_down_costs_hits_and_nothing_else(
     start: Callable[..., PlayedEngine], running: Callable[[str], Any]
 ) -> None:
