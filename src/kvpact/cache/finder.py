@@ -46,11 +46,6 @@ class Finder:
     budget: StepBudget
 
     @property
-    def block_size(self) -> int:
-        """Tokens of a row."""
-        return self.groups.groups.block_size
-
-    @property
     def asks_shared(self) -> bool:
         """Whether a prepare asks shared tiers."""
         return self.config.match_at == "schedule" and self.config.prepare_deadline > 0 and self._may_be_shared
@@ -75,7 +70,7 @@ class Finder:
         if state.keys is None:
             return ()
         names, end = state.keys, self.usable_blocks(request, state)
-        piece, made, deadline = max(1, KEY_PIECE_TOKENS // self.block_size), False, self.deadline(state)
+        piece, made, deadline = max(1, KEY_PIECE_TOKENS // self.groups.block_size), False, self.deadline(state)
         while (known := len(names.keys)) < end and not names.ended:
             if known > start and not self._may_go_on(names.keys):
                 break
@@ -103,7 +98,7 @@ class Finder:
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Whole blocks before the request's last token."""
-        return (len(request.token_ids) - 1) // self.block_size
+        return (len(request.token_ids) - 1) // self.groups.block_size
 
     def deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers while nothing is read for it."""
@@ -201,4 +196,4 @@ class Finder:
 
     def _computes_faster(self, blocks: int, seconds: float | None) -> bool:
         """Whether the engine should compute `blocks` blocks in less than `seconds`."""
-        return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.block_size, seconds)
+        return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.groups.block_size, seconds)

@@ -46,6 +46,8 @@ class RequestGroups:
     """Per group the class of its slots; by default all are of one."""
     shows_all: bool = field(init=False)
     """Whether the engine shows the blocks of every group."""
+    block_size: int = field(init=False)
+    """Tokens of a row."""
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
     _context: SchedulerContext | None = field(default=None, init=False)
@@ -53,6 +55,7 @@ class RequestGroups:
     """The engine's block -> whether it is a null block, which it stays. A pool bounds how many there are."""
 
     def __post_init__(self) -> None:
+        self.block_size = self.groups.block_size
         self.smallest_block = min(group.block_size for group in self.groups.groups)
         self.shows_all = not self.groups.sides
 

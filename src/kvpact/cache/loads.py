@@ -38,11 +38,6 @@ class Loads:
     metrics: Metrics
     groups: RequestGroups
 
-    @property
-    def block_size(self) -> int:
-        """Tokens of a row."""
-        return self.groups.groups.block_size
-
     def begin(
         self, plan: PactPlan, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int], now: float
     ) -> int:
@@ -52,7 +47,7 @@ class Loads:
         declines, because it may have promised more than is left of the side groups for fewer tokens.
         """
         synchronous, groups = not match.load_kv_async, self.groups
-        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
+        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.groups.block_size))
         state = self.requests.live[plan.request_id]
         leases = plan.leases
         keep = self._cut(plan, state, num_tokens) if num_tokens < plan.promised_tokens else leases
@@ -85,8 +80,8 @@ class Loads:
     def _cut(self, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[Pin] | None:
         """The engine takes less than was promised: pins on what that needs; None if memory does not have it."""
         groups, index = self.groups, self.index
-        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.block_size))
-        end = plan.blocks.start * self.block_size + num_tokens
+        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.groups.block_size))
+        end = plan.blocks.start * self.groups.block_size + num_tokens
         keys = state.keys.keys if state.keys is not None else []
         if groups.reads_all:
             plan.slots = PlanSlots(tuple(groups.first_of(plan.slots.runs, end)))
@@ -95,7 +90,7 @@ class Loads:
             hanging = [key for run in plan.slots.runs if run.group != groups.groups.chain for key in run.keys]
             return [index.pin(keys[blocks.end - 1]), *index.pin_each(hanging)]
         found = groups.longest(state, blocks.end, blocks.start, index.is_held)
-        if found != blocks.end or end % self.block_size or not groups.may_end_at(end):
+        if found != blocks.end or end % self.groups.block_size or not groups.may_end_at(end):
             return None
         runs, pins = groups.lease(state, keys, blocks)
         plan.slots = PlanSlots(tuple(runs))
@@ -107,7 +102,7 @@ class Loads:
         if plan is not None:
             arrived = RangeSet.of(plan.committed_blocks).difference(plan.failed)
             blocks = arrived.prefix_from(plan.blocks.start)
-            self.ledger.use(plan, min(blocks * self.block_size, plan.loaded_tokens))
+            self.ledger.use(plan, min(blocks * self.groups.block_size, plan.loaded_tokens))
 
     def end_late(self, load: LoadState) -> LoadSettlement:
         """The engine continues without a load that ranks may still carry out; what is stored is not at fault."""
@@ -124,7 +119,7 @@ class Loads:
 
     def end(self, load: LoadState) -> LoadSettlement | None:
         """Settle a load that no rank can write to any more; None if the engine was told before."""
-        job, plan, size = load.job, load.plan, self.block_size
+        job, plan, size = load.job, load.plan, self.groups.block_size
         self.jobs.end(load)
         self.overdue.end(load)
         if load.told:

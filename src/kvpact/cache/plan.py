@@ -69,11 +69,6 @@ class Planner:
     groups: RequestGroups
     clock: Callable[[], float]
 
-    @property
-    def block_size(self) -> int:
-        """Tokens of a row."""
-        return self.groups.groups.block_size
-
     # Prepare
 
     def still_waits(self, request_id: str, state: RequestState | None, computed_tokens: int) -> bool:
@@ -107,14 +102,14 @@ class Planner:
         """Called instead of `prepare` in a step without time for it: the request is a miss."""
         state.waits_at, state.put_off = None, False
         self.load_budget.release(request.request_id)
-        start = computed_tokens // self.block_size
+        start = computed_tokens // self.groups.block_size
         if self._engine_has_all(request, start):
             self._spare(request.request_id, state, start)
         else:
             self._miss(request.request_id, state, start, Miss(MissReason.DEADLINE))
 
     def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
-        name, start = request.request_id, computed_tokens // self.block_size
+        name, start = request.request_id, computed_tokens // self.groups.block_size
         if self._engine_has_all(request, start):
             return self._spare(name, state, start)
         refused = self._why_not(request, state, computed_tokens)
@@ -261,7 +256,7 @@ class Planner:
             return self._open(probe, blocks, promised=True)
         slots, leases = self._lease(probe, blocks)
         self.ledger.ready(
-            plan, promised_tokens=blocks.count * self.block_size, leases=leases, now=probe.now, blocks=blocks
+            plan, promised_tokens=blocks.count * self.groups.block_size, leases=leases, now=probe.now, blocks=blocks
         )
         plan.slots = slots
         self._count_lookup(probe.state, blocks.start, True)
@@ -273,17 +268,18 @@ class Planner:
         if not promised:
             self.begin_waiting(state)
         self.index.touch(keys[blocks.end - 1])
-        slots, leases = PlanSlots(), [self.index.pin(keys[blocks.end - 1])] if not promised else []
         if promised:
             slots, leases = self._lease(probe, blocks)
+        else:
+            slots, leases = PlanSlots(), [self.index.pin(keys[blocks.end - 1])]
         return self.ledger.open_plan(
             probe.request_id,
             blocks,
-            block_size=self.block_size,
+            block_size=self.groups.block_size,
             slots=slots,
             now=now,
             leases=leases,
-            promised_tokens=blocks.count * self.block_size if promised else 0,
+            promised_tokens=blocks.count * self.groups.block_size if promised else 0,
             deadline=inf if promised or state.waits_until is None else state.waits_until,
         )
 
@@ -340,7 +336,7 @@ class Planner:
         if num_tokens == 0:
             self.ledger.abort(plan, EndReason.DECLINED)
             return None
-        end = plan.blocks.start + num_blocks_for(num_tokens, self.block_size)
+        end = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
         named = self.groups.groups.chain == 0  # `block_ids` are the first group's
         if num_tokens > plan.promised_tokens or (named and end > num_block_ids):
             raise PactViolation(
