@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 
 from kvpact.cache.groups import RequestGroups, Tables, runs_of
 from kvpact.cache.jobs import OffloadRun, Piece, PutOffSave, SaveState, TransferJobs
@@ -383,19 +382,13 @@ class Offloader:
                 self._context.free_blocks(leaving, evict_first=True)
         good = self._good(save)
         saved = sum(good)
-        if saved == len(good):
-            became_held = self.index.complete(save.slots)
-        else:
-            became_held = self.index.complete([*compress(save.slots, good)])
-            bad = [not is_good for is_good in good]
-            self.index.abandon([*compress(save.slots, bad)])
-            if self.lazy is not None:
-                self.lazy.forget(compress(run.keys, bad))
+        became_held = self.index.end_writes(save.slots, good)
         self.index.unpin(save.pin)
         self.metrics.add("saved_blocks", saved)
         self.metrics.add("dropped_blocks", len(good) - saved)
         if self.lazy is not None:
             self.lazy.saved(len(run.block_ids))
+            self.lazy.forget(key for key, is_good in zip(run.keys, good, strict=True) if not is_good)
         if saved and run.group == self.groups.groups.chain:
             self.writeback.note_saved(Offer(run.chain, run.start + saved))
         elif saved:

@@ -265,13 +265,8 @@ class Prefetcher:
 
     def _end_read(self, client: TierClient, op: PrefetchOp, done: GetDone, now: float) -> None:
         self._filling.difference_update(op.slots)
-        arrived: Sequence[int] = op.slots
-        lost: list[BlockKey] = []
-        if not all(done.each):
-            arrived = [*compress(op.slots, done.each)]
-            lost = [key for key, here in zip(op.keys, done.each, strict=True) if not here]
-        became_held = self.index.complete(arrived)
-        self.index.abandon([slot for slot, here in zip(op.slots, done.each, strict=True) if not here] if lost else ())
+        became_held = self.index.end_writes(op.slots, done.each)
+        lost = [key for key, here in zip(op.keys, done.each, strict=True) if not here]
         self.index.unpin(op.pin)
         if self.note_became_held is not None:
             self.note_became_held(became_held, op.keys)
@@ -279,7 +274,7 @@ class Prefetcher:
         contents.found.discard(lost)
         if done.seconds and len(self.tiers.clients) > 1:
             contents.refuted.add(lost, now)
-        self.tiers.count_read(client, len(arrived))
+        self.tiers.count_read(client, sum(done.each))
 
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether `key` is being read from a tier."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -292,6 +293,14 @@ class BlockIndex(Restoring):
             self._state[slot] = DOOMED
             self._release(slot)
         return removed
+
+    def end_writes(self, slots: Sequence[int], good: Sequence[bool]) -> list[BlockKey]:
+        """`complete` the slots whose bytes are `good` and `abandon` the others; return the blocks that became held."""
+        if all(good):
+            return self.complete(slots)
+        became_held = self.complete([*compress(slots, good)])
+        self.abandon([slot for slot, is_good in zip(slots, good, strict=True) if not is_good])
+        return became_held
 
     # Keeping
 
