@@ -78,6 +78,8 @@ class Spent:
     worst_step: float = 0.0
     steps: int = 0
     each_step: list[float] = field(default_factory=list)
+    schedule: list[float] = field(default_factory=list)
+    """CPU seconds of `schedule()`, with the hooks in it, by step."""
     ended: dict[str, int] = field(default_factory=dict)
     """Request -> the step in which it ended."""
     engine_hash: float = 0.0
@@ -145,9 +147,10 @@ class SchedulerHalf:
 
         return measured
 
-    def request(self, request_id: str, prompt: list[int]) -> Any:
+    def request(self, request_id: str, prompt: list[int], max_tokens: int = 1) -> Any:
         """vLLM's request; its block hashes are made here, and timed."""
-        request = make_request(request_id, RequestSettings(prompt=prompt, max_tokens=1), self.settings.block_size)
+        wanted = RequestSettings(prompt=prompt, max_tokens=max_tokens)
+        request = make_request(request_id, wanted, self.settings.block_size)
         request.block_hashes = []
         began = thread_time()
         hashes = block_hasher(self.settings.block_size)(request)
@@ -190,8 +193,19 @@ class SchedulerHalf:
         finally:
             self.connector.update_state_after_alloc = commit
 
+    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        """A request arrives that is to get so many tokens."""
+        self.scheduler.add_request(self.request(request_id, prompt, max_tokens))
+
+    def step(self) -> tuple[float, float]:
+        """One step; returns the CPU seconds of the hooks in it, and those of `schedule()`."""
+        self._one_step()
+        return self.spent.each_step[-1], self.spent.schedule[-1]
+
     def _one_step(self) -> None:
+        began = thread_time()
         output = self.scheduler.schedule()
+        self.spent.schedule.append(thread_time() - began)
         answer = self._execute(output)
         results = self.scheduler.update_from_output(output, answer)
         self.spent.steps += 1
