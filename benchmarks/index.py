@@ -11,6 +11,7 @@ of disk.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.index.classed_slots import ClassedSlots
 from kvpact.own_files import PRIVATE
+from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.tier import DiskTier
@@ -172,7 +174,7 @@ def restart_row(path: Path, capacity: int, blocks: int, page_cache: str) -> dict
     before, cpu, began = resident_bytes(), time.process_time(), time.monotonic()
     tier = DiskTier.open(path.parents[1], NAMESPACE, PAGE_BYTES, capacity)
     opened, first = time.monotonic() - began, tier.capacity().blocks
-    while tier.own is not None and tier.own.reading:
+    while tier.own is not None and tier.own.content.reading:
         time.sleep(0.01)
     cpu, took = time.process_time() - cpu, time.monotonic() - began
     row = {
@@ -205,7 +207,7 @@ def foreign_row(path: Path, blocks: int) -> dict[str, Any]:
     Then chains are looked up, and one block with all after it is refused.
     """
     chains, before = blocks // CHAIN_BLOCKS, resident_bytes()
-    foreign = ForeignSlab.open(path, NAMESPACE.digest, PAGE_BYTES, PRIVATE, lambda *_: None)
+    foreign = ForeignSlab.open(path, NAMESPACE.digest, PAGE_BYTES, PRIVATE, Accounts(logging.getLogger(), path.name))
     if foreign is None:
         raise SystemExit(f"{path} cannot be read")
     began = time.monotonic()
@@ -218,9 +220,9 @@ def foreign_row(path: Path, blocks: int) -> dict[str, Any]:
         "all_read_s": round(took, 3),
         "restart_us": round(1e6 * learning / blocks, 3),
         "bytes": round(resident / blocks, 1),
-        **micros("held_prefix_250_us", [partial(foreign.run, keys, 0) for keys in some]),
-        "served": len(foreign),
-        "refuse_ms": round(1e3 * seconds(partial(foreign.refuse, some[0][:1])), 1),
+        **micros("held_prefix_250_us", [partial(foreign.records.run, keys, 0) for keys in some]),
+        "served": len(foreign.records),
+        "refuse_ms": round(1e3 * seconds(partial(foreign.records.refuse_after, some[0][:1])), 1),
     }
     foreign.close()
     return row

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvpact.contract import EngineRequest, ExternalKVMatch, JobTally, SaveJob, StepWork
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey, BlockKeys, Namespace
-from kvpact.tiers.executor import GetDone, LookupDone, PutDone
+from kvpact.tiers.executor import GetDone, Job, LookupDone, PutDone
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.cache.conformance import CacheContext, CacheFactory, CacheUnderTest
 from kvpact_testkit.engine import ByteSegment, ReferenceCache
@@ -87,7 +87,7 @@ class StoreCache(ReferenceCache):
             self._brought.add(name)
             fetch = Fetch(keys[: (len(request.token_ids) - 1) // self._block_size], self.epoch_of_keys(), self._step)
             self._fetches[name] = next(self._tickets), fetch
-            self.queue.submit_lookup(self._fetches[name][0], fetch.keys, before=())
+            self.queue.submit(Job(self._fetches[name][0], fetch.keys, before=(), kind=LookupDone))
         if name in self._fetches:
             op_id, fetch = self._fetches[name]
             if self._step - fetch.asked_at <= PATIENCE_STEPS:
@@ -120,7 +120,7 @@ class StoreCache(ReferenceCache):
             views = [[segment.slot_view(slot) for segment in self.segments] for slot in fetch.slots]
             self._fetches[name] = next(self._tickets), fetch
             before, keys = fetch.keys[: fetch.start], fetch.keys[fetch.start : fetch.start + len(fetch.slots)]
-            self.queue.submit_get(self._fetches[name][0], keys, views, before=before)
+            self.queue.submit(Job(self._fetches[name][0], keys, views, before=before))
 
     def _end_read(self, fetch: Fetch, arrived: int) -> None:
         for at, slot in enumerate(fetch.slots):
@@ -157,7 +157,8 @@ class StoreCache(ReferenceCache):
             self.believed.update(dict.fromkeys(keys, now))
             op_id = next(self._tickets)
             views = [[segment.slot_view(entry.slot) for segment in self.segments] for entry in stored]
-            if self.queue.submit_put(op_id, tuple(keys), views, len(keys), self.epoch_of_keys(), before=()):
+            write = Job(op_id, tuple(keys), views, (), len(keys), PutDone, epoch=self.epoch_of_keys())
+            if self.queue.submit(write):
                 self._puts[op_id] = stored
                 for entry in stored:
                     entry.holds += 1

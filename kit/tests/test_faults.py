@@ -17,7 +17,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.tiers.base import BlockBuffer, SupportsLocate, SupportsPrefix, SupportsScan, Tier, chained
-from kvpact.tiers.executor import Done, GetDone, TierExecutor
+from kvpact.tiers.executor import Done, GetDone, Job, TierExecutor
 from kvpact_testkit.engine.simulated_worker import JobBehavior
 from kvpact_testkit.faults import Chances, Crash, Fault, FaultPlan, Faults, FaultyTier, Operation
 from kvpact_testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
@@ -153,7 +153,7 @@ def test_a_hanging_read_waits_until_it_is_released() -> None:
     put(tier)
     tier.faults.arm(Operation.GET, Fault.HANG)
     queue = TierExecutor(tier, 1, 1 << 20)
-    queue.submit_get("read", DOCUMENT.keys, empty_buffers(8, SLOT))
+    queue.submit(Job("read", DOCUMENT.keys, empty_buffers(8, SLOT)))
     assert tier.faults.until_waiting(1, 10)
     tier.faults.step(100)
     assert [*queue.poll()] == []

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from kvpact.tiers.executor import TierExecutor
+from kvpact.tiers.executor import Job, LookupDone, PutDone, TierExecutor
 from kvpact.tiers.registry import open_store
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
@@ -25,9 +25,9 @@ def main(url: str, how: str) -> None:
     sys.stdin.readline()
     wanted = document("document", 4)
     for number in range(3):
-        queue.submit_lookup(("lookup", number), wanted.keys, before=())
-        queue.submit_get(("get", number), wanted.keys, empty_buffers(4, SLOT, 1), before=())
-        queue.submit_put(("put", number), wanted.keys, filled_buffers(wanted.keys, SLOT, 1), 4 * SLOT, before=())
+        queue.submit(Job(("lookup", number), wanted.keys, before=(), kind=LookupDone))
+        queue.submit(Job(("get", number), wanted.keys, empty_buffers(4, SLOT, 1), before=()))
+        queue.submit(Job(("put", number), wanted.keys, filled_buffers(wanted.keys, SLOT, 1), (), 4 * SLOT, PutDone))
     time.sleep(HANGS_AFTER)
     print(f"hangs {queue.under_way}", flush=True)
     if how == "closed":

@@ -11,7 +11,7 @@ from dictionary_tier import DictionaryTier
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer, Entry
 from kvpact.tiers.client import LentSlots, TierClient
-from kvpact.tiers.executor import Done, GetDone, LookupDone, PutDone, TierExecutor
+from kvpact.tiers.executor import Done, GetDone, Job, LookupDone, PutDone, TierExecutor
 from kvpact_testkit.sample_blocks import content, empty_buffers, filled_buffers, separate
 from kvpact_testkit.tier.harness import NAMESPACE
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
@@ -92,9 +92,9 @@ def test_blocks_that_wait_for_deletion_are_not_held(dictionary: DictionaryTier, 
 
 def test_a_cancelled_operation_says_of_each_block_that_it_is_not_there(dictionary: DictionaryTier) -> None:
     executor = SteppedExecutor(dictionary, 1 << 30)
-    executor.submit_get("read", KEYS[1:], empty_buffers(4, SLOT))
-    executor.submit_lookup("ask", KEYS)
-    executor.submit_put("write", KEYS[:2], filled(KEYS[:2]), 2 * SLOT)
+    executor.submit(Job("read", KEYS[1:], empty_buffers(4, SLOT)))
+    executor.submit(Job("ask", KEYS, kind=LookupDone))
+    executor.submit(Job("write", KEYS[:2], filled(KEYS[:2]), write_bytes=2 * SLOT, kind=PutDone))
     assert all(executor.cancel(op_id) for op_id in ("read", "ask", "write"))
     assert [*executor.poll()] == [
         GetDone("read", (False,) * 4),

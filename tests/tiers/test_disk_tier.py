@@ -16,8 +16,9 @@ import pytest
 from hook_time import assert_ends_within
 from kvpact.errors import PactViolation, TierError
 from kvpact.own_files import OWN_FOLDER
+from kvpact.tiers import record
 from kvpact.tiers.base import Entry, chained
-from kvpact.tiers.disk import slab_size, two_threads
+from kvpact.tiers.disk import slab_size
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
 from kvpact.tiers.disk.slab import Slab, runs
 from kvpact.tiers.disk.slab_directory import LOCK_FILE
@@ -116,7 +117,7 @@ def slow_preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
 def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_threads, "GROUP_BYTES", 2 * SLOT)
+    monkeypatch.setattr(record, "GROUP_BYTES", 2 * SLOT)
     monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     store(tier, KEYS)
     told = Told()
@@ -129,7 +130,7 @@ def test_progress_is_told_as_blocks_arrive_and_may_end_the_read(
 def test_a_read_that_is_wanted_no_more_ends_early(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = chain("long", 40)
     store(tier, keys)
-    monkeypatch.setattr(two_threads, "GROUP_BYTES", SLOT)
+    monkeypatch.setattr(record, "GROUP_BYTES", SLOT)
     monkeypatch.setattr(Slab, "preadv", staticmethod(slow_preadv))
     buffers = memory(40)
     arrived = tier.get(keys, buffers, lambda arrived: False)
@@ -591,11 +592,13 @@ def test_an_unwritable_slab(tmp_path: Path) -> None:
 # For people
 
 
-def test_a_directory_is_described_for_people(tmp_path: Path) -> None:
+def test_a_directory_is_described_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 1 << 20)
     store(tier, KEYS)
     (tmp_path / OWN_FOLDER / "broken.slab").write_bytes(b"no slab")
-    broken, mine = sorted(scan_directory(tmp_path, time.time() + 60), key=lambda item: item.problem == "")
+    later = time.time() + 60
+    monkeypatch.setattr(time, "time", lambda: later)
+    broken, mine = sorted(scan_directory(tmp_path), key=lambda item: item.problem == "")
     assert "is not a kvpact slab" in broken.problem
     assert (mine.namespace, dict(mine.fields)) == (NAMESPACE.name, dict(NAMESPACE.fields))
     assert (mine.blocks, mine.payload_bytes, mine.in_use_by) == (8, 8 * SLOT, os.getpid())

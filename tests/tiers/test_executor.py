@@ -16,7 +16,7 @@ from hook_time import assert_ends_within
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer, Entry, Progress, Tier, TierCapacity, TierHealth
-from kvpact.tiers.executor import ControlDone, Done, GetDone, LookupDone, PutDone, TierExecutor
+from kvpact.tiers.executor import ControlDone, Done, GetDone, Job, LookupDone, PutDone, TierExecutor
 from slab_scenes import SLOT, bytes_of, chain, content, filled, memory, open_tier, served
 
 KEYS = chain("document", 8)
@@ -102,17 +102,17 @@ def done(row: int, blocks: int | None = None) -> tuple[bool, ...]:
 
 
 def put(queue: TierExecutor, op_id: str, start: int = 0, blocks: int = 1) -> bool:
-    return queue.submit_put(op_id, KEYS[start : start + blocks], memory(blocks), blocks * SLOT, before=KEYS[:start])
+    return queue.submit(Job(op_id, KEYS[start : start + blocks], memory(blocks), KEYS[:start], blocks * SLOT, PutDone))
 
 
 def test_what_is_written_is_read_back_through_the_disk_tier(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     queue = TierExecutor(tier, threads=2, max_write_bytes=1 << 20)
-    assert queue.submit_put("head", KEYS[:3], filled(KEYS[:3]), 3 * SLOT, before=())
-    assert queue.submit_put("tail", KEYS[3:], filled(KEYS[3:]), 5 * SLOT, before=KEYS[:3])
+    assert queue.submit(Job("head", KEYS[:3], filled(KEYS[:3]), (), 3 * SLOT, PutDone))
+    assert queue.submit(Job("tail", KEYS[3:], filled(KEYS[3:]), KEYS[:3], 5 * SLOT, PutDone))
     assert drain(queue, 2) == [PutDone("head", done(3)), PutDone("tail", done(5))], "a tail never overtakes its head"
     buffers = memory(8)
-    queue.submit_get("read", KEYS, buffers, before=())
+    queue.submit(Job("read", KEYS, buffers, before=()))
     assert drain(queue, 1) == [GetDone("read", done(8))]
     assert [bytes_of(buffer) for buffer in buffers] == [content(key) for key in KEYS]
     assert queue.pending_write_bytes == 0 == queue.under_way
@@ -140,8 +140,8 @@ def test_threads_that_their_owner_wakes_begin_nothing_before_that(slow: SlowTier
     for round_number in range(3):
         wait_until_threads_wait()  # one that still looks for work may find what comes now
         put(queue, f"write {round_number}")
-        queue.submit_get(f"read {round_number}", KEYS[1:2], memory(1))
-        queue.submit_lookup(f"lookup {round_number}", KEYS)
+        queue.submit(Job(f"read {round_number}", KEYS[1:2], memory(1)))
+        queue.submit(Job(f"lookup {round_number}", KEYS, kind=LookupDone))
         assert not slow.began.acquire(timeout=0.05)
         assert queue.under_way == 3
         queue.flush()
@@ -161,7 +161,7 @@ def test_reads_go_before_writes_that_came_earlier(slow: SlowTier) -> None:
     put(queue, "first")
     assert slow.began.acquire(timeout=WAIT_SECONDS)
     put(queue, "second", 1)
-    queue.submit_get("read", KEYS[2:3], memory(1))
+    queue.submit(Job("read", KEYS[2:3], memory(1)))
     slow.reads_go.set()
     slow.writes_go.set()
     drain(queue, 3)
@@ -175,7 +175,7 @@ def test_a_stuck_write_does_not_stop_reads(slow: SlowTier) -> None:
     put(queue, "waiting", 1)
     slow.reads_go.set()
     for number in range(5):
-        queue.submit_get(number, KEYS[:2], memory(2))
+        queue.submit(Job(number, KEYS[:2], memory(2)))
     assert {item.op_id for item in drain(queue, 5)} == set(range(5))
     slow.writes_go.set()
     assert drain(queue, 2) == [PutDone("stuck", (True,)), PutDone("waiting", (True,))]
@@ -199,7 +199,7 @@ def test_h52_a_write_that_does_not_fit_is_refused_at_once_and_holds_nothing(slow
 def test_h21_a_cancelled_read_keeps_its_buffers_until_it_has_really_ended(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
     buffers = memory(4)
-    queue.submit_get("late", KEYS[:4], buffers)
+    queue.submit(Job("late", KEYS[:4], buffers))
     assert slow.began.acquire(timeout=WAIT_SECONDS)
     queue.cancel("late")
     time.sleep(0.02)
@@ -213,9 +213,9 @@ def test_h21_a_cancelled_read_keeps_its_buffers_until_it_has_really_ended(slow: 
 
 def test_a_read_cancelled_before_it_began_is_skipped_and_still_reported(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
-    queue.submit_get("running", KEYS[:1], memory(1))
+    queue.submit(Job("running", KEYS[:1], memory(1)))
     assert slow.began.acquire(timeout=WAIT_SECONDS)
-    queue.submit_get("waiting", KEYS[1:2], memory(1))
+    queue.submit(Job("waiting", KEYS[1:2], memory(1)))
     queue.cancel("waiting")
     queue.cancel("waiting")
     queue.cancel("unknown")
@@ -239,7 +239,7 @@ def test_progress_tells_what_may_be_used_when_a_deadline_passes(slow: SlowTier) 
 
     tier = Halting()
     queue = TierExecutor(tier, threads=1, max_write_bytes=0)
-    queue.submit_get("read", KEYS, memory(8))
+    queue.submit(Job("read", KEYS, memory(8)))
     assert tier.began.acquire(timeout=WAIT_SECONDS)
     assert queue.progress("read") == 3
     assert queue.progress("unknown") == 0
@@ -256,7 +256,7 @@ def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
     slow.reads_go.set()
     slow.writes_go.set()
     for number in range(5):
-        queue.submit_get(f"get {number}", KEYS[:1], memory(1))
+        queue.submit(Job(f"get {number}", KEYS[:1], memory(1)))
         put(queue, f"put {number}")
     done = drain(queue, 10)
     assert Counter(item.op_id for item in done) == Counter(f"{kind} {n}" for kind in ("get", "put") for n in range(5))
@@ -271,12 +271,12 @@ def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
 
 def test_a_ticket_names_one_thing_at_a_time(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
-    queue.submit_get("same", KEYS[:1], memory(1))
+    queue.submit(Job("same", KEYS[:1], memory(1)))
     with pytest.raises(PactViolation, match="'same' is under way already"):
-        queue.submit_get("same", KEYS[:1], memory(1))
+        queue.submit(Job("same", KEYS[:1], memory(1)))
     slow.reads_go.set()
     drain(queue, 1)
-    queue.submit_get("same", KEYS[:1], memory(1))
+    queue.submit(Job("same", KEYS[:1], memory(1)))
     drain(queue, 1)
     assert queue.close(WAIT_SECONDS)
 
@@ -286,7 +286,7 @@ def test_h56_closing_finishes_writes_and_drops_reads(slow: SlowTier) -> None:
     for number in range(3):
         put(queue, f"write {number}", number)
     assert slow.began.acquire(timeout=WAIT_SECONDS)
-    queue.submit_get("read", KEYS[:1], memory(1))
+    queue.submit(Job("read", KEYS[:1], memory(1)))
     threading.Timer(0.05, slow.writes_go.set).start()
     assert queue.close(WAIT_SECONDS)
     assert sorted(queue.poll(), key=lambda item: str(item.op_id)) == [
@@ -309,7 +309,7 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
         assert slow.began.acquire(timeout=WAIT_SECONDS)
         put(queue, "waiting", 1)
         for number in range(1, threads):
-            queue.submit_get(f"stuck {number}", KEYS[:1], memory(1))
+            queue.submit(Job(f"stuck {number}", KEYS[:1], memory(1)))
             assert slow.began.acquire(timeout=WAIT_SECONDS)
         began = time.monotonic()
         assert not queue.close(0.2)
@@ -328,13 +328,13 @@ def test_h56_closing_gives_up_on_stuck_operations_in_time(threads: int) -> None:
 def test_h20_the_queue_reports_of_each_block_what_the_tier_found(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     queue = TierExecutor(tier, threads=1, max_write_bytes=1 << 20)
-    queue.submit_put("tail", KEYS[4:], filled(KEYS[4:]), 4 * SLOT, before=KEYS[:4])
+    queue.submit(Job("tail", KEYS[4:], filled(KEYS[4:]), KEYS[:4], 4 * SLOT, PutDone))
     assert drain(queue, 1) == [PutDone("tail", done(0, 4))], "blocks 0 to 3 are missing"
-    queue.submit_put("head", KEYS[:2], filled(KEYS[:2]), 2 * SLOT, before=())
+    queue.submit(Job("head", KEYS[:2], filled(KEYS[:2]), (), 2 * SLOT, PutDone))
     drain(queue, 1)
-    queue.submit_get("read", KEYS, memory(8), before=())
-    queue.submit_lookup("ask", KEYS, before=())
-    queue.submit_lookup("ask of each", KEYS[::-1])
+    queue.submit(Job("read", KEYS, memory(8), before=()))
+    queue.submit(Job("ask", KEYS, before=(), kind=LookupDone))
+    queue.submit(Job("ask of each", KEYS[::-1], kind=LookupDone))
     ended = drain(queue, 3)
     assert ended[:2] == [GetDone("read", done(2, 8)), LookupDone("ask", done(2, 8))]
     assert ended[2] == LookupDone("ask of each", done(2, 8)[::-1])
@@ -381,10 +381,10 @@ def test_under_a_storm_every_ticket_ends_once_and_writes_run_one_by_one_in_their
             if choose.random() < 0.5:
                 buffer = bytearray(SLOT)
                 buffer[:2] = op_id.to_bytes(2, "little")
-                if queue.submit_put(op_id, KEYS[:1], [[memoryview(buffer)]], SLOT):
+                if queue.submit(Job(op_id, KEYS[:1], [[memoryview(buffer)]], None, SLOT, PutDone)):
                     writes.append(op_id)
             else:
-                queue.submit_get(op_id, KEYS[:1], memory(1))
+                queue.submit(Job(op_id, KEYS[:1], memory(1)))
                 reads.append(op_id)
                 if choose.random() < 0.3:
                     queue.cancel(op_id)

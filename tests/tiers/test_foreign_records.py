@@ -352,20 +352,21 @@ def test_memory_of_another_engines_slab_is_at_most_150_bytes_a_block(tmp_path: P
         folder.mkdir()
         paths.append(str(write_slab(folder, NAMESPACE, blocks)[0]))
     code = f"""
-import sys
+import logging, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from slab_scenes import NAMESPACE
 from kvpact.own_files import PRIVATE
+from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 def resident():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 for path in {paths!r}:
     before = resident()
-    slab = ForeignSlab.open(Path(path), NAMESPACE.digest, 4096, PRIVATE, print)
+    slab = ForeignSlab.open(Path(path), NAMESPACE.digest, 4096, PRIVATE, Accounts(logging.getLogger(), "disk tier"))
     slab.scan(lambda: False)
     grown = resident() - before
-print(len(slab), grown)
+print(len(slab.records), grown)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     blocks, grown = map(int, done.stdout.split())

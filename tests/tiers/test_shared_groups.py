@@ -9,10 +9,11 @@ import pytest
 from chain_calls import get_chain, put_chain
 from kvpact.cache.prefetch import READ_BYTES
 from kvpact.identity.keys import Namespace
+from kvpact.tiers import record
 from kvpact.tiers.base import Entry, chained
-from kvpact.tiers.shared import tier as shared
+from kvpact.tiers.record import GROUP_BYTES
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces
-from kvpact.tiers.shared.tier import GROUP_BYTES, SharedTier
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.sample_blocks import DOCUMENT, content, document, empty_buffers, filled_buffers
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
 
@@ -52,7 +53,7 @@ def store() -> CountingStore:
 def test_a_group_is_as_many_blocks_as_fit_without_their_headers(
     store: CountingStore, monkeypatch: pytest.MonkeyPatch, blocks: int, reads: list[int]
 ) -> None:
-    monkeypatch.setattr(shared, "GROUP_BYTES", 4 * SLOT)
+    monkeypatch.setattr(record, "GROUP_BYTES", 4 * SLOT)
     tier = SharedTier(store, Namespace({"test": "groups"}), SLOT)
     keys, buffers = DOCUMENT.keys[:blocks], empty_buffers(blocks, SLOT)
     assert put_chain(tier, keys, filled_buffers(keys, SLOT)) == blocks
@@ -64,7 +65,7 @@ def test_a_group_is_as_many_blocks_as_fit_without_their_headers(
 def test_blocks_without_bytes_are_bounded_by_their_headers(
     store: CountingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "GROUP_BYTES", 1024)
+    monkeypatch.setattr(record, "GROUP_BYTES", 1024)
     tier = SharedTier(store, Namespace({"test": "groups"}), SLOT)
     keys = document("empty", 6).keys
     assert all(tier.put([Entry(key, [memoryview(b"")]) for key in keys]))

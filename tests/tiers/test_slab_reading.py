@@ -43,7 +43,7 @@ def opened(directory: Path, capacity: int) -> DiskTier:
 def is_reading(tier: DiskTier) -> bool:
     """Whether a part of the own slab's header table is still to be read."""
     assert tier.own is not None
-    return tier.own.reading
+    return tier.own.content.reading
 
 
 def chain_at(block: int) -> list[bytes]:

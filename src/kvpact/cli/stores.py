@@ -129,9 +129,7 @@ def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -
         progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()) as bar,
     ):
         task = bar.add_task(url.scheme, total=None)
-        report = verify_store(
-            store, seal=seal, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+        report = verify_store(store, seal, lambda done, total: bar.update(task, completed=done, total=total))
     if as_json:
         print_json({"place": str(url), **{name: value for name, value in asdict(report).items() if name != "place"}})
         return not report.damaged

@@ -6,7 +6,7 @@ never does I/O.
 
 from __future__ import annotations
 
-from random import Random
+from random import random
 from typing import Final
 
 FAILURES_IN_A_ROW: Final = 3
@@ -23,8 +23,7 @@ JITTER: Final = 0.5
 class Breaker:
     """Guards one tier. Not thread-safe: it lives on the scheduler's thread."""
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = Random(seed)
+    def __init__(self) -> None:
         self._failures = 0
         self._pause = FIRST_PAUSE_S
         self._retry_at: float | None = None
@@ -72,4 +71,4 @@ class Breaker:
 
     def _wait(self, now: float) -> None:
         self._trying = False
-        self._retry_at = now + self._pause * (1 + JITTER * self._random.random())
+        self._retry_at = now + self._pause * (1 + JITTER * random())

@@ -19,7 +19,7 @@ from kvpact.tiers.base import BlockBuffer, SupportsPrefix, TierCapacity, TierCou
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
-from kvpact.tiers.executor import ControlDone, GetDone, LookupDone, OpId, PutDone, TierExecutor, checked_count
+from kvpact.tiers.executor import ControlDone, GetDone, Job, LookupDone, OpId, PutDone, TierExecutor, checked_count
 from kvpact.tiers.log_once import LogOnce
 from kvpact.tiers.record import bytes_of
 
@@ -102,6 +102,8 @@ class TierClient:
         self._metrics = metrics
         self._reads_find_out = reads_find_out
         self._lookups, self._reads = Breaker(), Breaker()
+        self._was_open = False
+        """Whether people were told last that it is left alone."""
         self._stuck = False
         """Whether overdue operations occupy all threads, so that nothing else can begin."""
         self._writes_stuck = False
@@ -150,8 +152,8 @@ class TierClient:
             self._record_timeout(op_id, now)
         self._writes_stuck = overdue.writes
         if overdue.everything != self._stuck:
-            was_open, self._stuck = self.is_open, overdue.everything
-            self._say_whether_open(was_open)
+            self._stuck = overdue.everything
+            self._say_whether_open()
         if self._stuck:
             self.executor.cancel_waiting_reads()
         if self._writes_stuck:
@@ -181,9 +183,8 @@ class TierClient:
         elif not timed_out and (not done.ok or self._broke_its_word(done)):
             self._fail(breaker, now)
         elif not timed_out:
-            was_open = self.is_open
             breaker.succeeded()
-            self._say_whether_open(was_open)
+            self._say_whether_open()
 
     def _broke_its_word(self, done: LookupDone | GetDone) -> bool:
         """Whether the tier said that it holds the blocks of a read, and none of them arrived."""
@@ -191,17 +192,17 @@ class TierClient:
         return isinstance(done, GetDone) and not any(done.each) and not may_miss
 
     def _fail(self, breaker: Breaker, now: float) -> None:
-        was_open = self.is_open
         if self._metrics is not None:
             self._metrics.add("tier_failures", label=self.name)
         if breaker.failed(now) and breaker is self._reads:
             self.executor.cancel_waiting_reads()
-        self._say_whether_open(was_open)
+        self._say_whether_open()
 
-    def _say_whether_open(self, was_open: bool) -> None:
-        if was_open and not self.is_open:
+    def _say_whether_open(self) -> None:
+        was_open, self._was_open = self._was_open, self.is_open
+        if was_open and not self._was_open:
             logger.warning("kvpact: the %s tier works again", self.name)
-        elif self.is_open and not was_open:
+        elif self._was_open and not was_open:
             reason = self._contained("health", lambda: self.tier.health().reason, "") or "it does not answer in time"
             logger.warning("kvpact: the %s tier is left alone for a while: %.300s", self.name, reason)
 
@@ -239,7 +240,7 @@ class TierClient:
         """See `TierExecutor`. Returns False and does nothing if the tier may not be asked now."""
         if not self.may_read(now) or not self._lookups.allows(now):
             return False
-        self.executor.submit_lookup(op_id, keys, before=before)
+        self.executor.submit(Job(op_id, keys, before=before, kind=LookupDone))
         return True
 
     def submit_get(
@@ -256,7 +257,7 @@ class TierClient:
             return False
         self._lent_reads[op_id] = len(buffers)
         self._block_bytes[op_id] = bytes_of(buffers[0]) if before is not None else fmean(map(bytes_of, buffers))
-        self.executor.submit_get(op_id, keys, buffers, before=before)
+        self.executor.submit(Job(op_id, keys, buffers, before))
         return True
 
     def submit_put(
@@ -272,7 +273,7 @@ class TierClient:
         """See `TierExecutor`. Also False if a write hangs and this one needs more slots than the tier may borrow."""
         if not self.may_write or (self._writes_stuck and len(buffers) > self.room):
             return False
-        if not self.executor.submit_put(op_id, keys, buffers, nbytes, epoch, before=before):
+        if not self.executor.submit(Job(op_id, keys, buffers, before, nbytes, PutDone, epoch=epoch)):
             return False
         self._lent_writes[op_id] = len(buffers)
         return True
@@ -292,9 +293,8 @@ class TierClient:
         """Operations that have ended. Those that the caller does not consume stay for a later call. Never waits."""
         for done in self.executor.poll():
             if isinstance(done, ControlDone):
-                was_open = self.is_open
                 keys = self.deletions.end(done)
-                self._say_whether_open(was_open)
+                self._say_whether_open()
                 yield Deleted(keys)
             else:
                 self._note(done, self._clock())
@@ -321,9 +321,8 @@ class TierClient:
 
         A deletion that the tier refuses, or that raises, is repeated.
         """
-        was_open = self.is_open
         self.deletions.add(keys)
-        self._say_whether_open(was_open)
+        self._say_whether_open()
 
     # Counts and end
 

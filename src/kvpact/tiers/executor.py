@@ -1,7 +1,8 @@
 """Host threads that run a tier's blocking reads and writes for the scheduler's thread.
 
-Owns the order (reads first), the bound on bytes waiting to be written, and the moment at which a buffer is free again.
-Never touches an index or a lease: it reports the outcome of each operation on the scheduler's own thread.
+Owns the order (reads first), the bound on bytes waiting to be written, the one call of the tier that each operation
+makes, and the moment at which a buffer is free again. Never touches an index or a lease: it reports the outcome of each
+operation on the scheduler's own thread.
 """
 
 from __future__ import annotations
@@ -10,30 +11,117 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from queue import SimpleQueue
+from typing import TypeAlias
 
 from kvpact.errors import PactViolation, TierError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.threads import start_background
-from kvpact.tiers.base import BlockBuffer, Tier
+from kvpact.tiers.base import BlockBuffer, Entry, SupportsLocate, SupportsPrefix, Tier, chained, leading
 from kvpact.tiers.log_once import LogOnce
-from kvpact.tiers.operations import NOTHING_OVERDUE as NOTHING_OVERDUE
-from kvpact.tiers.operations import ControlDone as ControlDone
-from kvpact.tiers.operations import Done as Done
-from kvpact.tiers.operations import GetDone as GetDone
-from kvpact.tiers.operations import Job, call_tier
-from kvpact.tiers.operations import LookupDone as LookupDone
-from kvpact.tiers.operations import OpId as OpId
-from kvpact.tiers.operations import Overdue as Overdue
-from kvpact.tiers.operations import PutDone as PutDone
-from kvpact.tiers.operations import checked_answers as checked_answers
-from kvpact.tiers.operations import checked_count as checked_count
 
 logger = logging.getLogger(__name__)
+
+OpId: TypeAlias = Hashable
+"""The caller's own id for one operation; unique among those under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDone:
+    """An operation on blocks has ended; `each` says of every one whether it is held, has arrived, or is stored.
+
+    `ok` is False if the store failed, which a miss alone does not show. `seconds` is the time in the tier, without the
+    wait for a thread; 0 if the tier was not asked.
+    """
+
+    op_id: OpId
+    each: tuple[bool, ...]
+    ok: bool = field(default=True, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def in_a_row(self) -> int:
+        """How many, from the first on."""
+        return leading(self.each)
+
+
+class LookupDone(BlocksDone):
+    """A look-up has ended."""
+
+
+class GetDone(BlocksDone):
+    """A read has ended: nothing writes to any buffer."""
+
+
+class PutDone(BlocksDone):
+    """A write has ended or was given up: the buffers are the caller's again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlDone:
+    """A control operation has ended. `ok` is False if the tier refused it, raised, or was never asked."""
+
+    op_id: OpId
+    ok: bool = False
+    seconds: float = field(default=0.0, compare=False)
+
+
+Done: TypeAlias = LookupDone | GetDone | PutDone | ControlDone
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """Overdue operations: reads and look-ups by id, and whether a write is overdue."""
+
+    reads: tuple[OpId, ...] = ()
+    writes: bool = False
+    everything: bool = False
+    """Whether overdue operations occupy every thread, so that nothing else can begin."""
+
+
+NOTHING_OVERDUE = Overdue()
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One operation under way, which belongs to the thread that has taken it from its deque."""
+
+    op_id: OpId
+    keys: Sequence[BlockKey] = ()
+    buffers: Sequence[BlockBuffer] = ()
+    before: Sequence[BlockKey] | None = None
+    """The prompt's blocks before them, if they follow one another; None if each stands for itself."""
+    write_bytes: int = 0
+    kind: type[Done] = GetDone
+    control: Callable[[Tier], object] | None = None
+    epoch: Epoch = FIRST_EPOCH
+    each: Sequence[bool] = ()
+    began: float | None = None
+    moved: float = inf
+    """Time of the last progress: the start of the operation, or the arrival of blocks."""
+    arrived: int = 0
+    """Blocks in a row from the first that a read has brought so far."""
+    cancelled: bool = False
+
+    @property
+    def words(self) -> str:
+        return {PutDone: "write", ControlDone: "control operation"}.get(self.kind, "read")
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes the tier's content; such jobs run one after another."""
+        return self.kind is PutDone or self.kind is ControlDone
+
+    def done(self, ok: bool) -> Done:
+        seconds = 0.0 if self.began is None else time.monotonic() - self.began
+        if self.kind is LookupDone or self.kind is GetDone or self.kind is PutDone:
+            return self.kind(self.op_id, tuple(self.each) or (False,) * len(self.keys), ok, seconds)
+        return ControlDone(self.op_id, ok and self.began is not None, seconds)
 
 
 @dataclass(slots=True)
@@ -86,42 +174,26 @@ class TierExecutor:
         names = [f"kvpact-{self.tier.name}-{number}" for number in range(threads)]
         return [start_background(name, partial(_work, self.tier, self._shared)) for name in names]
 
-    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], *, before: Sequence[BlockKey] | None = None) -> None:
-        """Look up which of `keys` the tier holds. Raises as `submit_get`; `before` is as there, and here empty."""
-        self._submit(Job(op_id, keys, before=before, kind=LookupDone))
+    def submit(self, job: Job) -> bool:
+        """Look up or read the job's `keys`, or write them from its `buffers`.
 
-    def submit_get(
-        self,
-        op_id: OpId,
-        keys: Sequence[BlockKey],
-        buffers: Sequence[BlockBuffer],
-        *,
-        before: Sequence[BlockKey] | None = None,
-    ) -> None:
-        """Read block `keys[i]` into `buffers[i]`. Raises PactViolation if `op_id` is under way.
-
-        If the blocks follow one another in a prompt, `before` has those before them, from its first one on.
+        Returns False if the waiting bytes leave no room for a write: then nothing was accepted, no completion follows,
+        and the caller releases the blocks at once (H52). Raises PactViolation if its `op_id` is under way.
         """
-        self._submit(Job(op_id, keys, buffers, before))
-
-    def submit_put(
-        self,
-        op_id: OpId,
-        keys: Sequence[BlockKey],
-        buffers: Sequence[BlockBuffer],
-        nbytes: int,
-        epoch: Epoch = FIRST_EPOCH,
-        *,
-        before: Sequence[BlockKey] | None = None,
-    ) -> bool:
-        """Write block `keys[i]` from `buffers[i]`, `nbytes` in all, as blocks of `epoch`; `before` as in `submit_get`.
-
-        Returns False if the waiting bytes leave no room for it: then nothing was accepted, no completion follows, and
-        the caller releases the blocks at once (H52). Raises PactViolation if `op_id` is under way.
-        """
-        if not self.has_room(nbytes):
+        shared = self._shared
+        if not self.has_room(job.write_bytes):
             return False
-        self._submit(Job(op_id, keys, buffers, before, nbytes, kind=PutDone, epoch=epoch))
+        if job.op_id in shared.under_way:
+            raise PactViolation(f"ticket {job.op_id!r} is under way already; a ticket names one read or write")
+        if shared.closing:
+            shared.done.append(job.done(True))
+            return True
+        shared.under_way[job.op_id] = job
+        shared.accepted_bytes += job.write_bytes
+        (shared.puts if job.changes else shared.gets).append(job)
+        self._unflushed += 1
+        if not self._woken_by_owner:
+            self.flush()
         return True
 
     def submit_control(self, op_id: OpId, operation: Callable[[Tier], object]) -> None:
@@ -129,22 +201,8 @@ class TierExecutor:
 
         Raises PactViolation if `op_id` is under way.
         """
-        self._submit(Job(op_id, kind=ControlDone, control=operation))
+        self.submit(Job(op_id, kind=ControlDone, control=operation))
         self.flush()
-
-    def _submit(self, job: Job) -> None:
-        shared = self._shared
-        if job.op_id in shared.under_way:
-            raise PactViolation(f"ticket {job.op_id!r} is under way already; a ticket names one read or write")
-        if shared.closing:
-            shared.done.append(job.done(True))
-            return
-        shared.under_way[job.op_id] = job
-        shared.accepted_bytes += job.write_bytes
-        (shared.puts if job.changes else shared.gets).append(job)
-        self._unflushed += 1
-        if not self._woken_by_owner:
-            self.flush()
 
     def flush(self) -> None:
         """Wake threads for the operations submitted since the last call. Almost free if there are none."""
@@ -295,3 +353,49 @@ def _log_once(tier: Tier, shared: _Shared, job: Job, error: Exception) -> None:
         kind = f"{job.words} that raised {type(error).__name__}"
         text = "tier %s: a %s failed; further ones are not logged"
         shared.warned.log(kind, logging.ERROR, text, tier.name, kind, error=error)
+
+
+def call_tier(tier: Tier, job: Job) -> None:
+    """Run the job, and note which of its blocks are held, have arrived or are stored. Raises what the tier raises."""
+    if job.control is not None:
+        job.control(tier)
+        return
+
+    def progress(arrived: int) -> bool:
+        job.arrived, job.moved = checked_count(arrived, len(job.buffers)), time.monotonic()
+        return not job.cancelled
+
+    if job.kind is LookupDone:
+        job.each = look_up(tier, job.keys, follow=job.before is not None)
+        return
+    if job.before is not None and isinstance(tier, SupportsLocate):
+        tier.locate([*job.before, *job.keys])
+    if job.kind is GetDone:
+        job.each = checked_answers(tier.get(job.keys, job.buffers, progress), len(job.keys))
+    elif job.before is not None:
+        job.each = checked_answers(tier.put(chained(job.keys, job.buffers, job.before, job.epoch)), len(job.keys))
+    else:
+        entries = [Entry(key, buffer, epoch=job.epoch) for key, buffer in zip(job.keys, job.buffers, strict=True)]
+        job.each = checked_answers(tier.put(entries), len(job.keys))
+
+
+def look_up(tier: Tier, keys: Sequence[BlockKey], *, follow: bool) -> Sequence[bool]:
+    """Which of the blocks the tier holds; of those that `follow` one another from a prompt's first on, up to a hole."""
+    if follow and isinstance(tier, SupportsPrefix):
+        held = checked_count(tier.leading(keys), len(keys))
+        return [True] * held + [False] * (len(keys) - held)
+    return checked_answers(tier.lookup(keys), len(keys))
+
+
+def checked_count(blocks: int, most: int) -> int:
+    """`blocks`, a tier's answer about `most` blocks. Raises TierError if it is impossible."""
+    if not 0 <= blocks <= most:
+        raise TierError(f"of {most} blocks it names {blocks}")
+    return int(blocks)
+
+
+def checked_answers(each: Sequence[bool], blocks: int) -> Sequence[bool]:
+    """`each`, a tier's answer about each of some `blocks`. Raises TierError if it is impossible."""
+    if len(each) != blocks:
+        raise TierError(f"asked about {blocks} blocks it answers about {len(each)}")
+    return each

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol, TypeAlias, cast
 
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
-from kvpact.tiers.backend import Backend
 from kvpact.tiers.backends import BACKEND_OF, BACKENDS, ENTRY_POINTS
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
 from kvpact.tiers.shared.store import RecordStore
@@ -52,12 +51,7 @@ def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
     if backend is None or not backend.shared:
         shared = [scheme for backend in BACKENDS if backend.shared for scheme in backend.schemes]
         raise TierError(f"{url} is no store that several engines share; those are {', '.join(shared)}")
-    return cast(OpenStore, _opener(backend))(url, for_tool=for_tool)
-
-
-def _opener(backend: Backend) -> object:
-    module, _, function = backend.opener.partition(":")
-    return getattr(import_module(module), function)
+    return cast(OpenStore, resolve_name(backend.opener))(url, for_tool=for_tool)
 
 
 def open_tier(url: TierURL, place: TierContext) -> Tier:
@@ -68,7 +62,7 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     """
     backend = BACKEND_OF.get(url.scheme)
     if backend is not None and not backend.shared:
-        return cast(OpenTier, _opener(backend))(url, place)
+        return cast(OpenTier, resolve_name(backend.opener))(url, place)
     if backend is not None:
         return SharedTier(open_store(url), place.namespace, place.slot_bytes, seal=place.seal)
     for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):

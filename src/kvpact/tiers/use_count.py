@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 
 class UseCount:
@@ -20,19 +20,11 @@ class UseCount:
         self.stopped = False
         """Whether no further use may begin."""
 
-    def one(self) -> AbstractContextManager[bool]:
-        """A use: gives whether the resource may be used within the context."""
-        return self._use(last=False)
-
-    def the_last(self) -> AbstractContextManager[bool]:
-        """The last use that begins; gives False if there was one. `let_go` follows when all uses have ended."""
-        return self._use(last=True)
-
     @contextmanager
-    def _use(self, *, last: bool) -> Iterator[bool]:
+    def one(self) -> Iterator[bool]:
+        """A use: gives whether the resource may be used within the context."""
         with self._lock:
             begun = not self.stopped
-            self.stopped = self.stopped or last
             self._count += begun
         try:
             yield begun
@@ -42,3 +34,8 @@ class UseCount:
                 ended = begun and self.stopped and self._count == 0
             if ended:
                 self._let_go()
+
+    def stop(self) -> None:
+        """No further use begins; `let_go` follows once, when all have ended."""
+        with self.one():
+            self.stopped = True

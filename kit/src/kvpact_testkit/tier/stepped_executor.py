@@ -8,10 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from kvpact.tiers.base import Tier
-from kvpact.tiers.executor import NOTHING_OVERDUE, Done, GetDone, Overdue, TierExecutor, run_job
+from kvpact.tiers.executor import NOTHING_OVERDUE, Done, GetDone, Job, Overdue, TierExecutor, run_job
 
 INSTANT_S = 1e-6
 """Reported seconds of an operation: the tier was asked, and none of the scene's time passed."""
@@ -32,10 +31,12 @@ class SteppedExecutor(TierExecutor):
     def _start(self, threads: int) -> list[threading.Thread]:
         return []
 
-    def _submit(self, job: Any) -> None:
-        super()._submit(job)
+    def submit(self, job: Job) -> bool:
+        """See `TierExecutor`; the scene's clock counts."""
+        accepted = super().submit(job)
         job.moved = self._clock()
         self.reads += job.kind is GetDone
+        return accepted
 
     def advance(self) -> None:
         """One step passes: run every waiting job, reads first."""

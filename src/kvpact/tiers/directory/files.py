@@ -94,7 +94,6 @@ def remove(path: Path | str) -> bool:
 
 
 def _list(directory: Path) -> list[str]:
-    try:
+    with _UNLESS_GONE:
         return os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return []

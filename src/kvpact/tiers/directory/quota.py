@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Final
 
@@ -113,8 +113,7 @@ class Quota:
             if room >= wanted:
                 break
             if hopeless:
-                while granted and sum(sizes[:granted]) > room:
-                    granted -= 1
+                granted = sum(total <= room for total in accumulate(sizes[:granted]))
             else:
                 freed = self._evict(wanted, time_ns)
                 hopeless = freed == 0 or (freed is None and time.monotonic() >= deadline)
@@ -260,10 +259,8 @@ class Quota:
                     held += status.st_size
                     while heap and held - heap[0][2] >= nbytes:
                         held -= heapq.heappop(heap)[2]
-        for name in os.listdir(self._temporaries):
-            status_or_none = files.status(self._temporaries / name)
-            used += status_or_none.st_size if status_or_none else 0
-        return used, sorted(heap, reverse=True)
+        unfinished = map(files.status, map(self._temporaries.joinpath, os.listdir(self._temporaries)))
+        return used + sum(found.st_size for found in unfinished if found), sorted(heap, reverse=True)
 
     def _write_snapshot(self, found: UsageSnapshot) -> None:
         content = msgspec.json.encode(found)

@@ -4,7 +4,7 @@ from kvpact.tiers.backend import DIRECTORY_OPTIONS, Backend, UrlRules
 
 BACKEND = Backend(
     "disk",
-    "kvpact.tiers.disk.opening:open_disk",
+    "kvpact.tiers.disk.tier:open_disk",
     {"disk": UrlRules("disk:///var/cache/kvpact?capacity=200GiB", DIRECTORY_OPTIONS, directory=True)},
     shared=False,
 )

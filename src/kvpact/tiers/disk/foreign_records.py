@@ -172,15 +172,11 @@ class ForeignRecords:
 
     def _still_refused(self, headers: np.ndarray, slots: RowArray) -> NDArray[np.bool_]:
         """Which headers are of a record that is refused, and only the time of its last use has changed."""
-        same = np.zeros(len(slots), np.bool_)
-        for index in np.flatnonzero(self._state[slots] == _REFUSED).tolist():
-            slot, header = slots[index], headers[index]
-            same[index] = (
-                header["digest"].item() == self._digests[slot].item()
-                and header["written"] == self._written[slot]
-                and header["length"] == self._lengths[slot]
-                and (header["parent"] == self._parents[slot]).all()
-            )
+        same: NDArray[np.bool_] = self._state[slots] == _REFUSED
+        if same.any():
+            for name, known in (("digest", self._digests), ("written", self._written), ("length", self._lengths)):
+                same &= headers[name] == known[slots]
+            same &= (headers["parent"] == self._parents[slots]).all(axis=1)
         return same
 
     def _forget(self, slots: RowArray) -> None:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from kvpact.errors import TierError
-from kvpact.identity.keys import BlockKey
-from kvpact.own_files import Access, open_own
+from kvpact.own_files import Access, closing, open_own
+from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import BlockBuffer, RecordError
 from kvpact.tiers.disk.foreign_records import ForeignRecord, ForeignRecords
 from kvpact.tiers.disk.header_table import PIECE_SLOTS
@@ -37,21 +34,18 @@ AT_REST_S: Final = 2.0
 """A file whose time of change is older than this has a new one after its next change."""
 
 
-Report: TypeAlias = Callable[[Literal["damaged", "read"], str], object]
-"""Called with the kind of a fault and one line for people: a record is damaged, or the file cannot be read."""
-
-
 class ForeignSlab:
-    """Reads one slab. `run` and `lookup` never wait; the other methods are for the tier's own threads."""
+    """Reads one slab, on the tier's own threads; `records` has what is known of it."""
 
-    def __init__(self, reader: SlabReader, report: Report) -> None:
+    def __init__(self, reader: SlabReader, accounts: Accounts) -> None:
         """Take over an open slab. Nothing is known of its records until `scan`."""
         self.path = reader.path
-        self._report = report
+        self._accounts = accounts
         self.inode = (reader.status().st_dev, reader.status().st_ino)
         self._reader = reader
         self._uses = UseCount(reader.close)
-        self._records = ForeignRecords(reader.superblock, reader.superblock.slots_in(reader.status().st_size))
+        self.records = ForeignRecords(reader.superblock, reader.superblock.slots_in(reader.status().st_size))
+        """What is known of the slab's records."""
         self._scanned_at = (-1, -1)
         """The file's time of change and size at the last scan, if no change can have been missed."""
 
@@ -62,7 +56,7 @@ class ForeignSlab:
         namespace: bytes,
         slot_bytes: int,
         access: Access,
-        report: Report,
+        accounts: Accounts,
         refuted: frozenset[bytes] = frozenset(),
     ) -> ForeignSlab | None:
         """The slab at `path`, without records of `refuted` runs.
@@ -70,36 +64,16 @@ class ForeignSlab:
         None if it cannot be read, is not ours, or is of another namespace or slot size.
         """
         try:
-            descriptor = open_own(path, os.O_RDONLY)
-        except OSError:
-            return None
-        try:
-            require_ours(os.fstat(descriptor), path, access)
-            superblock = Superblock.read(descriptor, path, refuted)
-            if superblock.namespace.digest == namespace and superblock.slot_bytes == slot_bytes:
-                slab = cls(SlabReader(path, descriptor, superblock), report)
-                descriptor = -1
-                return slab
-            return None
+            with closing(open_own(path, os.O_RDONLY)) as descriptor:
+                require_ours(os.fstat(descriptor), path, access)
+                superblock = Superblock.read(descriptor, path, refuted)
+                if superblock.namespace.digest == namespace and superblock.slot_bytes == slot_bytes:
+                    return cls(SlabReader(path, os.dup(descriptor), superblock), accounts)
         except (OSError, TierError):
-            return None
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+            pass
+        return None
 
     # Knowing
-
-    def __len__(self) -> int:
-        """Records that may be served."""
-        return len(self._records)
-
-    def run(self, keys: Sequence[BlockKey], start: int) -> int:
-        """Number of blocks in a row from `start` that the slab has."""
-        return self._records.run(keys, start)
-
-    def lookup(self, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
-        """Which blocks the slab has."""
-        return self._records.lookup(keys)
 
     def scan(self, stopped: Callable[[], bool]) -> None:
         """Look for headers that have changed, until the end or `stopped`. Raises OSError.
@@ -116,11 +90,11 @@ class ForeignSlab:
         if stamp == self._scanned_at:
             return
         slots = self._reader.superblock.slots_in(status.st_size)
-        self._records.resize(slots)
+        self.records.resize(slots)
         for first in range(0, slots, PIECE_SLOTS):
             if stopped():
                 return
-            self._records.learn(first, self._reader.read_headers(first, min(PIECE_SLOTS, slots - first)))
+            self.records.learn(first, self._reader.read_headers(first, min(PIECE_SLOTS, slots - first)))
             time.sleep(0)  # other threads need the interpreter, too
         at_rest = time.time() > status.st_mtime + AT_REST_S
         self._scanned_at = stamp if at_rest else (-1, -1)
@@ -130,7 +104,7 @@ class ForeignSlab:
     def get(self, reading: Reading) -> None:
         """Read what the slab has of the blocks that are missing, and verify it."""
         missing = reading.missing()
-        found = self._records.find([reading.keys[number] for number in missing])
+        found = self.records.find([reading.keys[number] for number in missing])
         wanted = {
             number: record
             for number, record in zip(missing, found, strict=True)
@@ -152,15 +126,16 @@ class ForeignSlab:
             count = self._reader.read_payloads(slots, buffers)
             return [self._is_still_there(in_slot[slot]) for slot in slots[:count]]
         except OSError as error:
-            self._report("read", f"cannot read {self.path}: {error.strerror}")
+            self._accounts.note_failed("read", f"cannot read {self.path}: {error.strerror}")
             return []
 
     def _end_unusable(self, record: ForeignRecord, reason: str) -> None:
         """A payload is not what its header says: it was replaced, which is a miss, or is damaged."""
         with suppress(OSError):
             if reason != GONE and self._is_still_there(record):
-                self._report("damaged", f"block {record.key.hex()[:16]} in {self.path} {reason}: not used, recomputed")
-        self._records.refuse(record)
+                where = f"block {record.key.hex()[:16]} in {self.path}"
+                self._accounts.note_damaged("foreign", f"{where} {reason}: not used, recomputed")
+        self.records.refuse(record)
 
     def _is_still_there(self, record: ForeignRecord) -> bool:
         raw = self._reader.read_header(record.slot)
@@ -172,21 +147,6 @@ class ForeignSlab:
             return False
         return (header.key, header.written) == (record.key, record.written)
 
-    # Refusing
-
-    def refuse(self, keys: Iterable[BlockKey]) -> int:
-        """Serve none of these blocks, and none after them, until others are in their slots; return their number."""
-        return self._records.refuse_after(keys)
-
-    def refuse_all(self) -> None:
-        """Serve nothing that is there now."""
-        self._records.refuse_all()
-
-    def check(self) -> None:
-        """Verify the invariants of what is known. Raises PactViolation."""
-        self._records.check()
-
     def close(self) -> None:
         """Close the file when no read uses it any more."""
-        with self._uses.the_last():
-            pass
+        self._uses.stop()

@@ -5,40 +5,33 @@ Owns which of them are open and what their faults are counted as.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.tiers.base import TierCounts
+from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import refuted_in
 from kvpact.tiers.disk.slab_directory import SlabDirectory
-from kvpact.tiers.log_once import LastErrors
 
 
 class ForeignSlabs:
     """`run` and `lookup` never wait; the other methods are for the tier's own threads, `look` one of them at a time."""
 
-    def __init__(
-        self, directory: SlabDirectory, namespace: Namespace, slot_bytes: int, last_errors: LastErrors
-    ) -> None:
+    def __init__(self, directory: SlabDirectory, namespace: Namespace, slot_bytes: int, accounts: Accounts) -> None:
         self._directory = directory
         self._namespace = namespace
         self._slot_bytes = slot_bytes
-        self._last_errors = last_errors
+        self._accounts = accounts
         self._slabs: tuple[ForeignSlab, ...] = ()
         """Replaced as a whole."""
         self._refuted: frozenset[bytes] = frozenset()
         """The runs whose records are not served."""
-        self._lock = threading.Lock()
-        self._damaged = self._failed_reads = 0
 
     def look(self, own: OwnSlab | None, stopped: Callable[[], bool]) -> None:
         """Open what is new, close what is gone, and learn which records have changed; ends early if `stopped`.
@@ -61,35 +54,26 @@ class ForeignSlabs:
             try:
                 slab.scan(stopped)
             except OSError as error:
-                self._report("read", f"cannot read {slab.path}: {error.strerror}")
+                self._accounts.note_failed("read", f"cannot read {slab.path}: {error.strerror}")
 
     def _open(self, path: Path) -> ForeignSlab | None:
         return ForeignSlab.open(
-            path, self._namespace.digest, self._slot_bytes, self._directory.access, self._report, self._refuted
+            path, self._namespace.digest, self._slot_bytes, self._directory.access, self._accounts, self._refuted
         )
-
-    def _report(self, kind: Literal["damaged", "read"], message: str) -> None:
-        with self._lock:
-            self._damaged += kind == "damaged"
-            self._failed_reads += kind == "read"
-        if kind == "read":
-            self._last_errors.add("read", message)
-        else:
-            self._last_errors.warn_once("damaged: foreign", message)
 
     def __len__(self) -> int:
         """Records that may be served; those in several slabs count several times."""
-        return sum(map(len, self._slabs))
+        return sum(len(slab.records) for slab in self._slabs)
 
     def run(self, keys: Sequence[BlockKey], start: int) -> int:
         """Number of blocks in a row from `start` that the slab with most of them has. Never waits."""
-        return max((slab.run(keys, start) for slab in self._slabs), default=0)
+        return max((slab.records.run(keys, start) for slab in self._slabs), default=0)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks a slab has. Never waits."""
         found = np.zeros(len(keys), np.bool_)
         for slab in self._slabs:
-            found |= slab.lookup(keys)
+            found |= slab.records.lookup(keys)
         held: list[bool] = found.tolist()
         return held
 
@@ -99,23 +83,19 @@ class ForeignSlabs:
             slab.get(reading)
 
     def refuse(self, keys: Iterable[BlockKey]) -> int:
-        """See `ForeignSlab`."""
+        """See `ForeignRecords.refuse_after`."""
         doomed = list(keys)
-        return sum([slab.refuse(doomed) for slab in self._slabs])
+        return sum([slab.records.refuse_after(doomed) for slab in self._slabs])
 
     def refuse_all(self) -> None:
-        """See `ForeignSlab`."""
+        """See `ForeignRecords`."""
         for slab in self._slabs:
-            slab.refuse_all()
-
-    def counts(self) -> TierCounts:
-        """Damaged records and failed reads."""
-        return TierCounts(damaged=self._damaged, failed_reads=self._failed_reads)
+            slab.records.refuse_all()
 
     def check(self) -> None:
-        """See `ForeignSlab`."""
+        """See `ForeignRecords`."""
         for slab in self._slabs:
-            slab.check()
+            slab.records.check()
 
     def close(self) -> None:
         """Close all; reads under way end first."""

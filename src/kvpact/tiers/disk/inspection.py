@@ -77,19 +77,18 @@ class VerifyReport:
         return sum(record.torn for record in self.damaged)
 
 
-def scan_directory(path: str | os.PathLike[str], now: float | None = None) -> list[SlabSummary]:
+def scan_directory(path: str | os.PathLike[str]) -> list[SlabSummary]:
     """A summary of every slab in a directory, by name. Reads header tables, no payload.
 
     Raises:
         TierError: the directory cannot be read.
     """
-    now = time.time() if now is None else now
     try:
         os.listdir(path)
         with suppress(FileNotFoundError), OwnFolder.look(Path(path)) as folder:
             os.listdir(folder.held)
         slabs = [look_at(slab) for slab in SlabDirectory(Path(path)).slab_paths()]
-        return [*filter(None, (_summary(slab, now) for slab in slabs if slab is not None))]
+        return [*filter(None, (_summary(slab) for slab in slabs if slab is not None))]
     except OSError as error:
         raise TierError(f"cannot read {path}: {error.strerror}; give the directory of a disk tier") from None
 
@@ -115,19 +114,19 @@ def _verify(descriptor: int, path: Path, progress: Callable[[int, int], None] | 
     slots = [slot for slot, _ in occupied(_table(descriptor, superblock))]
     payload = memoryview(bytearray(superblock.slot_bytes))
     sound: dict[bytes, bytes] = {}
-    report = VerifyReport(path)
+    damaged: list[DamagedRecord] = []
     changed = 0
     for done, slot in enumerate(slots, 1):
         found = _read_record(descriptor, superblock, slot, payload)
         if isinstance(found, RecordHeader):
             sound[found.key] = found.parent
         elif found is not None:
-            report.damaged.append(found)
+            damaged.append(found)
         else:
             changed += 1
         if progress is not None:
             progress(done, len(slots))
-    return VerifyReport(path, len(slots), len(sound), _orphans(sound), changed, report.damaged)
+    return VerifyReport(path, len(slots), len(sound), _orphans(sound), changed, damaged)
 
 
 def _read_record(
@@ -166,7 +165,7 @@ def _orphans(parents: Mapping[bytes, bytes]) -> int:
     return list(reaches.values()).count(False)
 
 
-def _summary(item: Neighbour, now: float) -> SlabSummary | None:
+def _summary(item: Neighbour) -> SlabSummary | None:
     """None if the slab is gone by now."""
     path, in_use, file_bytes = item.path, item.in_use, item.file_bytes
     headers: list[RecordHeader] = []
@@ -180,7 +179,7 @@ def _summary(item: Neighbour, now: float) -> SlabSummary | None:
         return None
     except TierError as error:
         return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, file_bytes, 0.0, 0.0, 0 if in_use else None, str(error))
-    written = [header.written for header in headers]
+    now, written = time.time(), [header.written for header in headers]
     return SlabSummary(
         path=path,
         namespace=superblock.namespace.name,

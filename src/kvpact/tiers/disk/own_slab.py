@@ -7,7 +7,7 @@ writes the slab, so lookups are answered from memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count, takewhile
 from operator import attrgetter
 from typing import Final
@@ -18,15 +18,15 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import Pin, State
 from kvpact.index.key_table import NONE, RowArray
-from kvpact.tiers.base import BlockBuffer, Entry, RecordHeader, TierCounts, payload_digest
+from kvpact.tiers.accounts import Accounts
+from kvpact.tiers.base import BlockBuffer, Entry, RecordHeader, payload_digest
 from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import Slab, refute_in
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.disk.slab_size import SlabSize
-from kvpact.tiers.disk.two_threads import groups_of, on_two_threads
-from kvpact.tiers.log_once import LastErrors
-from kvpact.tiers.record import bytes_of, new_run
+from kvpact.tiers.disk.two_threads import on_two_threads
+from kvpact.tiers.record import bytes_of, groups_of, new_run
 
 FIRST_READ_S: Final = 0.5
 """Seconds for which opening a slab reads its header table, some 700,000 blocks; the rest follows."""
@@ -43,39 +43,21 @@ _depth = attrgetter("depth")
 class OwnSlab:
     """The methods have the meaning of those of `Tier`, for this slab alone; `slab` must be open meanwhile."""
 
-    def __init__(self, slab: Slab, directory: SlabDirectory, last_errors: LastErrors) -> None:
+    def __init__(self, slab: Slab, directory: SlabDirectory, accounts: Accounts) -> None:
         """Take over an open slab, which may grow to its claim, and read its header table. Raises OSError."""
         self.slab = slab
         self._directory = directory
         self._run = new_run()
-        self._slot_bytes = slab.superblock.slot_bytes
         self._namespace = slab.superblock.namespace.digest
-        self._last_errors = last_errors
-        self._content = SlabContent(slab, max(1, slab.superblock.slots_in(directory.capacity_bytes)), last_errors)
-        self._lock, self._index = self._content.lock, self._content.index
+        self._accounts = accounts
+        self.content = SlabContent(slab, max(1, slab.superblock.slots_in(directory.capacity_bytes)), accounts)
+        self._lock, self._index = self.content.lock, self.content.index
         late, pieces = time.monotonic() + FIRST_READ_S, count()
-        self._content.read_on(lambda: next(pieces) > FIRST_PIECES and time.monotonic() > late)
-        self.size = SlabSize(self._content, directory)
+        self.content.read_on(lambda: next(pieces) > FIRST_PIECES and time.monotonic() > late)
+        self.size = SlabSize(self.content, directory)
         """How many slots it has and may have."""
 
-    @property
-    def reading(self) -> bool:
-        """Whether a part of the header table is still to be read: what is in it is not found, and nothing is stored."""
-        return self._content.reading
-
-    def read_on(self, stopped: Callable[[], bool]) -> None:
-        """Read the header table on until the end or `stopped`. Raises OSError."""
-        self._content.read_on(stopped)
-
-    # Lookups and reads
-
-    def leading(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` the slab holds; see `SlabContent.leading`."""
-        return self._content.leading(keys)
-
-    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of `keys` the slab holds; see `SlabContent.lookup`."""
-        return self._content.lookup(keys)
+    # Reads
 
     def get(self, reading: Reading) -> None:
         """Read what the slab has of the blocks that are missing, and verify it."""
@@ -83,9 +65,9 @@ class OwnSlab:
         sizes = np.fromiter((bytes_of(reading.buffers[number]) for number in numbers), np.int64, len(numbers))
         with self._lock:
             slots = self._index.held_slots([reading.keys[number] for number in numbers])
-            (fit,) = ((slots >= 0) & (self._content.lengths[slots] == sizes)).nonzero()
+            (fit,) = ((slots >= 0) & (self.content.lengths[slots] == sizes)).nonzero()
             numbers, slots = [numbers[index] for index in fit.tolist()], slots[fit]
-            digests = self._content.digests[slots].tolist()
+            digests = self.content.digests[slots].tolist()
             keys = [reading.keys[number] for number in numbers]
             pins = self._use(keys, slots)
         at: list[int] = slots.tolist()
@@ -106,7 +88,7 @@ class OwnSlab:
         now = time.time()
         pins = self._index.pin_each([keys[index] for index in ends])
         for pin, index in zip(pins, ends, strict=True):
-            self._content.used[pin.slot] = now - index * _APART_S
+            self.content.used[pin.slot] = now - index * _APART_S
         return pins
 
     def _unpin(self, pins: Iterable[Pin]) -> None:
@@ -118,17 +100,17 @@ class OwnSlab:
         """See `ReadSlots`: blocks that are kept stay where they are."""
         try:
             count = self.slab.read_payloads(slots, buffers)
-            self._last_errors.clear("read")
+            self._accounts.note_works("read")
             return [True] * count
         except OSError as error:
-            self._content.note_read_failed(error)
+            self.content.note_read_failed(error)
             return []
 
     # Writes
 
     def put(self, entries: Sequence[Entry]) -> None:
-        """Store what is new of these blocks, as far as there is room. Nothing while the slab is `reading`."""
-        if not self.reading:
+        """Store what is new of these blocks, as far as there is room. Nothing while its header table is read."""
+        if not self.content.reading:
             with self._lock:
                 blocks, slots = self._reserve(entries)
             self._write(blocks, slots)
@@ -139,7 +121,7 @@ class OwnSlab:
         blocks, slots = list[Entry](), list[int]()
         named = [*(run[0].parent for run in runs), *(entry.key for entry in entries)]
         pins = self._index.pin_each([key for key in reversed(named) if key in self._index])
-        self._content.count(evicted=len(self._index.make_room(sum(map(len, runs)))))
+        self._accounts.count(evicted=len(self._index.make_room(sum(map(len, runs)))))
         for run in runs:
             some = run[: self._index.free_slots]
             blocks += some
@@ -179,7 +161,7 @@ class OwnSlab:
         try:
             stored = self._store(blocks, slots[: self.size.backed(slots)])
         except OSError as error:
-            self._content.note_write_failed(error)
+            self.content.note_write_failed(error)
         finally:
             if stored < len(slots):
                 self._abandon(slots[stored:])
@@ -199,29 +181,29 @@ class OwnSlab:
             try:
                 self.slab.write_payloads(slots[first:end], buffers[first:end])
             except OSError as error:
-                self._content.note_write_failed(error)
+                self.content.note_write_failed(error)
                 return False
             digests.update((slots[index], payload_digest(buffers[index])) for index in range(first, end))
             return True
 
-        self._content.clear_headers(slots)
-        on_two_threads(write, groups_of(len(slots), self._slot_bytes))
+        self.content.clear_headers(slots)
+        on_two_threads(write, groups_of(buffers[: len(slots)]))
         written = list(takewhile(digests.__contains__, slots))
         now = time.time()
         headers = {
             slot: self._header(block, slot, digests[slot], now) for slot, block in zip(written, blocks, strict=False)
         }
-        with self._content.header_lock:
+        with self.content.header_lock:
             with self._lock:  # a block that was deleted while it was written gets no header
                 wanted = [slot for slot in written if self._index.state(slot) == State.RESERVED]
             self.slab.write_headers(wanted, [headers[slot].encode() for slot in wanted])
             with self._lock:
                 for slot in written:
-                    self._content.note(slot, headers[slot])
-                    self._content.used.pop(slot, None)
+                    self.content.note(slot, headers[slot])
+                    self.content.used.pop(slot, None)
                 self._index.complete(written)
         if len(written) == len(slots):
-            self._last_errors.clear("write")
+            self._accounts.note_works("write")
         return len(written)
 
     def _header(self, block: Entry, slot: int, digest: bytes, now: float) -> RecordHeader:
@@ -242,25 +224,21 @@ class OwnSlab:
 
     def _abandon(self, slots: Sequence[int]) -> None:
         """Free slots whose blocks could not be stored, with all blocks that waited for them (H26)."""
-
-        def change() -> list[tuple[BlockKey, int]]:
-            self._content.count(dropped_writes=len(slots))
-            return self._index.abandon(slots)
-
-        self._content.lose(change, slots)
+        self._accounts.count(dropped_writes=len(slots))
+        self.content.lose(lambda: self._index.abandon(slots), slots)
 
     # Removal
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         """Drop these blocks and all after them; return how many were dropped. Raises TierError as `Tier.delete`."""
-        dropped = self._content.delete(keys)
-        self._content.require_no_stale_headers()
+        dropped = self.content.delete(keys)
+        self.content.require_no_stale_headers()
         return dropped
 
     def clear(self) -> None:
         """Drop every block. Raises TierError as `Tier.clear`."""
-        self._content.lose(self._index.clear, range(self.slab.slots))  # headers of evicted blocks are still there
-        self._content.require_no_stale_headers()
+        self.content.lose(self._index.clear, range(self.slab.slots))  # headers of evicted blocks are still there
+        self.content.require_no_stale_headers()
 
     def refute_run(self) -> None:
         """See `Tier`. A file beside the slabs says it first: after a kill meanwhile the next opening drops the rest."""
@@ -268,43 +246,11 @@ class OwnSlab:
             refute_in(self._directory.path, self._run, self._directory.access)
         except OSError as error:
             raise TierError(f"disk tier: cannot write in {self._directory.path}: {error.strerror}") from None
-        self.delete([header.key for header in self.scan() if header.run == self._run])
+        self.delete([header.key for header in self.content.scan() if header.run == self._run])
 
     def _quarantine(self, key: BlockKey, slot: int, reason: str) -> None:
         """Drop a block that cannot be served and all blocks after it, in memory and on disk (H22)."""
-
-        def change() -> list[tuple[BlockKey, int]]:
-            # It may have been dropped meanwhile, and stored again elsewhere.
-            lost = self._index.drop(key) if self._index.key_at(slot) == key else []
-            self._content.count(damaged=bool(lost))
-            return lost
-
-        self._content.lose(change)
-        self._last_errors.warn_once(
-            f"damaged: {reason}", f"block {key.hex()[:16]} in {self.slab.path} {reason}: dropped, recomputed"
-        )
-
-    # Counts and end
-
-    @property
-    def held_count(self) -> int:
-        """Blocks that may be served."""
-        with self._lock:
-            return self._index.held_count
-
-    def counts(self) -> TierCounts:
-        """What went wrong or was evicted since the slab was opened."""
-        return self._content.counts()
-
-    def scan(self) -> Iterator[RecordHeader]:
-        """The header of every sound record, in no order."""
-        return self._content.scan()
-
-    def check(self) -> None:
-        """Verify the index's invariants, for tests. Raises PactViolation."""
-        with self._lock:
-            self._index.check()
-
-    def persist_use(self) -> None:
-        """Store when blocks were last used. A kill loses these times."""
-        self._content.persist_use()
+        # It may have been dropped meanwhile, and stored again elsewhere.
+        if self.content.lose(lambda: self._index.drop(key) if self._index.key_at(slot) == key else []):
+            where = f"block {key.hex()[:16]} in {self.slab.path}"
+            self._accounts.note_damaged(reason, f"{where} {reason}: dropped, recomputed")

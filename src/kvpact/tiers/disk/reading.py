@@ -11,8 +11,8 @@ from typing import Final, TypeAlias
 
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer, Progress, leading, payload_digest
-from kvpact.tiers.disk.two_threads import groups_of, on_two_threads
-from kvpact.tiers.record import bytes_of
+from kvpact.tiers.disk.two_threads import on_two_threads
+from kvpact.tiers.record import groups_of
 
 UNREADABLE: Final = "cannot be read in full"
 """Why a block is unusable whose bytes did not come."""
@@ -65,7 +65,7 @@ class Reading:
                 return False
             return threading.current_thread() is not caller or self._tell()
 
-        on_two_threads(read_group, groups_of(len(slots), max(map(bytes_of, buffers), default=0)))
+        on_two_threads(read_group, groups_of(buffers))
         self._tell()
         return unusable
 

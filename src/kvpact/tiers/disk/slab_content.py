@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
-from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, TierCounts
+from kvpact.tiers.accounts import Accounts
+from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader
 from kvpact.tiers.disk.header_table import judged, occupied, pieces_of
 from kvpact.tiers.disk.slab import Slab, digest_table
-from kvpact.tiers.log_once import LastErrors
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 _PERSIST_S: Final = 1.0
 
@@ -52,10 +54,10 @@ class SlabContent:
     `header_lock` is taken before it, and makes a change of the index and of the header table one step.
     """
 
-    def __init__(self, slab: Slab, most_slots: int, last_errors: LastErrors) -> None:
+    def __init__(self, slab: Slab, most_slots: int, accounts: Accounts) -> None:
         """Take over an open slab, which may grow to its claim. `read_on` reads its header table."""
         self.slab = slab
-        self.last_errors = last_errors
+        self.accounts = accounts
         self.lock, self.header_lock = threading.Lock(), threading.Lock()
         self.index = BlockIndex(most_slots, slab.superblock.slots_in(slab.superblock.claim_bytes))
         self.digests = digest_table(most_slots)
@@ -64,7 +66,8 @@ class SlabContent:
         """Bytes of each slot's payload."""
         self.used: dict[int, float] = {}
         """Slot -> when it was read last, where the header on disk does not say so yet."""
-        self._counts = TierCounts()
+        self._useless = 0
+        """Records of the header table that could not be used."""
         self._stale_headers: set[int] = set()
         """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
         self.reading = True
@@ -83,27 +86,20 @@ class SlabContent:
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are held; 0 while the table is read, and the reader does not let go of the lock."""
-        if not self._may_look():
-            return 0
-        try:
-            return self.index.held_prefix(keys)
-        finally:
-            self.lock.release()
+        return self._look(lambda: self.index.held_prefix(keys), 0)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of `keys` are held; none while the table is read, and the reader does not let go of the lock."""
-        if not self._may_look():
-            return [False] * len(keys)
+        return self._look(lambda: (self.index.held_slots(keys) >= 0).tolist(), [False] * len(keys))
+
+    def _look(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """What the index answers, or `otherwise` if the reader of the table has the lock for too long."""
+        if not self.lock.acquire(timeout=READER_WAIT_S if self.reading else -1):
+            return otherwise
         try:
-            slots = self.index.held_slots(keys)
+            return question()
         finally:
             self.lock.release()
-        held: list[bool] = (slots >= 0).tolist()
-        return held
-
-    def _may_look(self) -> bool:
-        """Take the lock for a lookup. False if the reader of the table has it for too long."""
-        return self.lock.acquire(timeout=READER_WAIT_S if self.reading else -1)
 
     # Changes
 
@@ -138,32 +134,16 @@ class SlabContent:
         if self._stale_headers:
             raise TierError(f"disk tier: cannot clear {len(self._stale_headers)} headers in {self.slab.path}")
 
-    # Counts
-
-    def count(self, *, damaged: int = 0, dropped_writes: int = 0, evicted: int = 0) -> None:
-        """Add to the counts; the lock is held."""
-        before = self._counts
-        self._counts = replace(
-            before,
-            damaged=before.damaged + damaged,
-            dropped_writes=before.dropped_writes + dropped_writes,
-            evicted=before.evicted + evicted,
-        )
-
-    def counts(self) -> TierCounts:
-        """What went wrong or was evicted since the slab was opened."""
-        with self.lock:
-            return self._counts
+    # Failures
 
     def note_read_failed(self, error: OSError) -> None:
         """A read of the file has failed."""
-        with self.lock:
-            self._counts = replace(self._counts, failed_reads=self._counts.failed_reads + 1)
-        self.last_errors.add("read", f"cannot read {self.slab.path}: {error.strerror}")
+        self.accounts.note_failed("read", f"cannot read {self.slab.path}: {error.strerror}")
 
     def note_write_failed(self, error: OSError) -> None:
         """A write to the file has failed."""
-        self.last_errors.add("write", f"cannot write {self.slab.path}: {error.strerror}; those blocks are not kept")
+        why = f"cannot write {self.slab.path}: {error.strerror}; those blocks are not kept"
+        self.accounts.note_failed("write", why)
 
     # Opening and closing
 
@@ -206,8 +186,8 @@ class SlabContent:
         if len(good) < len(headers):
             unusable = self._unusable(first, table, sound)
             beyond = np.flatnonzero(sound[end - first :]) + end
-            with self.lock:
-                self.count(damaged=len(unusable))
+            self._useless += len(unusable)
+            self.accounts.count(damaged=len(unusable))
             self._forget_headers([*unusable, *beyond.tolist()])
 
     def _end_reading(self) -> None:
@@ -225,18 +205,16 @@ class SlabContent:
         _trim_heap()
         logger.info(
             "disk tier: %s holds %d blocks (%d records unusable, %d without the block before them)",
-            self.slab.path, self.index.held_count, self._counts.damaged, len(unusable),
+            self.slab.path, self.index.held_count, self._useless, len(unusable),
         )  # fmt: skip
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         """Drop blocks and all after them, those too that are still to be read; return how many were dropped."""
-        doomed, dropped = list(keys), 0
-        for key in doomed:
-            with self.header_lock:
-                if self.reading:
-                    self._deleted.add(key)
-            dropped += self.lose(partial(self.index.drop, key))
-        return dropped
+        doomed = list(keys)
+        with self.header_lock:
+            if self.reading:
+                self._deleted.update(doomed)
+        return sum(self.lose(partial(self.index.drop, key)) for key in doomed)
 
     def _unusable(self, first: int, table: bytearray, sound: NDArray[np.bool_]) -> list[int]:
         """The slots whose headers are neither empty nor sound; the reasons of the first ones are logged."""
@@ -251,7 +229,7 @@ class SlabContent:
                 self.slab.superblock.header(slot, raw)
                 raise RecordError("its payload is beyond the end of the file")
             except RecordError as error:
-                self.last_errors.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
+                self.accounts.warn_once(f"damaged: {error}", f"slot {slot} of {self.slab.path}: {error}; dropped")
         return unusable
 
     def persist_use(self) -> None:

@@ -268,13 +268,9 @@ class SlabDirectory:
 
 def look_at(path: Path) -> Neighbour | None:
     """A description of a slab file, which is not opened for use; None if it is gone. The directory should be locked."""
-    try:
-        descriptor = open_own(path, os.O_RDONLY)
-    except OSError:
-        return None
-    with closing(descriptor):
-        status = os.fstat(descriptor)
-        superblock = None
+    with suppress(OSError), closing(open_own(path, os.O_RDONLY)) as descriptor:
+        status, superblock = os.fstat(descriptor), None
         with suppress(TierError, OSError):
             superblock = Superblock.read(descriptor, path)
         return Neighbour(path, superblock, is_locked(descriptor), status.st_size, status.st_mtime)
+    return None

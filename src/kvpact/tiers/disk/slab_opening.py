@@ -15,7 +15,7 @@ from typing import Final
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
-from kvpact.own_files import Access, open_own
+from kvpact.own_files import Access, closing, open_own
 from kvpact.tiers.disk.file_lock import lock_file
 from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError, refuted_in
 from kvpact.tiers.disk.slab_directory import NoRoomYet, Room, SlabDirectory
@@ -141,31 +141,25 @@ class SlabOpener:
     def _open_existing(self, path: Path) -> Slab | Path | None:
         """The slab at `path`, locked; the path if another process has it; None if there is none that can be read."""
         try:
-            descriptor = open_own(path, os.O_RDWR)
+            with closing(open_own(path, os.O_RDWR)) as descriptor:
+                require_ours(os.fstat(descriptor), path, self.directory.access)
+                if not lock_file(descriptor):
+                    return path
+                superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
+                if superblock.namespace.digest != self.namespace.digest:
+                    differences = "; ".join(superblock.namespace.differences(self.namespace))
+                    raise TierError(f"disk tier: {path} belongs to another model ({differences}); move it away")
+                if superblock.slot_bytes != self.slot_bytes:
+                    raise TierError(
+                        f"disk tier: {path} has slots of {superblock.slot_bytes} bytes, the engine's blocks have "
+                        f"{self.slot_bytes}; delete the file to start an empty cache"
+                    )
+                return Slab(path, os.dup(descriptor), superblock)
         except FileNotFoundError:
             return None
-        try:
-            require_ours(os.fstat(descriptor), path, self.directory.access)
-            if not lock_file(descriptor):
-                return path
-            superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
-            if superblock.namespace.digest != self.namespace.digest:
-                differences = "; ".join(superblock.namespace.differences(self.namespace))
-                raise TierError(f"disk tier: {path} belongs to another model ({differences}); move it away")
-            if superblock.slot_bytes != self.slot_bytes:
-                raise TierError(
-                    f"disk tier: {path} has slots of {superblock.slot_bytes} bytes, the engine's blocks have "
-                    f"{self.slot_bytes}; delete the file to start an empty cache"
-                )
-            slab = Slab(path, descriptor, superblock)
-            descriptor = -1
-            return slab
         except SuperblockError as error:
             logger.warning("disk tier: %s; starting an empty one", error)
             return None
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
 
 
 def require_ours(found: os.stat_result, path: Path, access: Access) -> None:

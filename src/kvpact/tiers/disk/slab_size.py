@@ -32,6 +32,7 @@ class SlabSize:
 
     def __init__(self, content: SlabContent, directory: SlabDirectory) -> None:
         self._content = content
+        self._accounts = content.accounts
         self._slab = content.slab
         self._index = content.index
         self._directory = directory
@@ -58,14 +59,14 @@ class SlabSize:
         )
         try:
             self._directory.grow(self._slab, needed, generous, LOCK_TIMEOUT_S)
-            self._content.last_errors.clear("room")
+            self._accounts.note_works("room")
         except (OSError, TierError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             if isinstance(error, NoRoomYet):
                 self._content.lose(lambda: self._index.withdraw_slots(self._slab.slots))
             else:
                 self._growth_failed_at = time.monotonic()
-            self._content.last_errors.add("room", f"cannot grow {self._slab.path}: {reason}; it serves what it has")
+            self._accounts.note_failed("room", f"cannot grow {self._slab.path}: {reason}; it serves what it has")
 
     @property
     def file_bytes(self) -> int:
@@ -92,10 +93,9 @@ class SlabSize:
         def change() -> list[tuple[BlockKey, int]]:
             evicted = self._index.withdraw_slots(slots) if slots < self._index.usable_slots else []
             self._index.use_slots(slots)
-            self._content.count(evicted=len(evicted))
             return evicted
 
-        self._content.lose(change)
+        self._accounts.count(evicted=self._content.lose(change))
 
     def _are_free(self, slots: range) -> bool:
         """Whether withdrawn slots are not used any more; without the lock, because no new use begins."""

@@ -22,6 +22,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import PRIVATE, Access
 from kvpact.threads import give_way, start_background
+from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import BlockBuffer, Entry, Progress, RecordHeader, Tier, TierCapacity, TierCounts, TierHealth
 from kvpact.tiers.disk import BACKEND
 from kvpact.tiers.disk.foreign_slabs import ForeignSlabs
@@ -30,8 +31,9 @@ from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, SlabDirectory
 from kvpact.tiers.disk.slab_opening import SlabOpener
-from kvpact.tiers.log_once import LastErrors
 from kvpact.tiers.record import require_at_most
+from kvpact.tiers.registry import TierContext
+from kvpact.tiers.urls import TierURL
 from kvpact.tiers.use_count import UseCount
 
 logger = logging.getLogger(__name__)
@@ -70,13 +72,13 @@ class DiskTier(Tier):
         self._opener = opener
         self._directory = opener.directory
         self._slot_bytes = opener.slot_bytes
-        self._last_errors = LastErrors(logger, "disk tier")
+        self._accounts = Accounts(logger, "disk tier")
         self.own = self._opened(slab) if slab is not None else None
         """What this engine stores; None while there is no room for it."""
         self._doomed: set[BlockKey] = set()
         """What was deleted while there is no own slab: one that is taken over may have it (H36)."""
         self._all_doomed = False
-        self._others = ForeignSlabs(self._directory, opener.namespace, opener.slot_bytes, self._last_errors)
+        self._others = ForeignSlabs(self._directory, opener.namespace, opener.slot_bytes, self._accounts)
         self._tending = threading.Lock()
         self._stopped = threading.Event()
         self._uses = UseCount(self._close_files)
@@ -134,7 +136,7 @@ class DiskTier(Tier):
     def leading(self, keys: Sequence[BlockKey]) -> int:
         if self._uses.stopped:
             return 0
-        held = self.own.leading(keys) if self.own is not None else 0
+        held = self.own.content.leading(keys) if self.own is not None else 0
         while held < len(keys) and (more := self._others.run(keys, held)):
             held += more
         return held
@@ -142,14 +144,14 @@ class DiskTier(Tier):
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         if self._uses.stopped:
             return [False] * len(keys)
-        held = self.own.lookup(keys) if self.own is not None else [False] * len(keys)
+        held = self.own.content.lookup(keys) if self.own is not None else [False] * len(keys)
         if len(self._others) and not all(held):
             held = list(map(or_, held, self._others.lookup(keys)))
         return held
 
     def put_start(self, keys: Sequence[BlockKey]) -> int:
         own = self.own
-        return held if (held := self.leading(keys)) == len(keys) or own is None else own.leading(keys)
+        return held if (held := self.leading(keys)) == len(keys) or own is None else own.content.leading(keys)
 
     @property
     def others_evict(self) -> bool:
@@ -166,7 +168,7 @@ class DiskTier(Tier):
             if running and (left := len(reading.missing())):
                 self._others.get(reading)
                 if len(reading.missing()) < left:
-                    self._last_errors.clear("read")
+                    self._accounts.note_works("read")
         return reading.arrived
 
     def _require_sizes(self, buffers: Sequence[BlockBuffer]) -> None:
@@ -216,29 +218,26 @@ class DiskTier(Tier):
 
     def capacity(self) -> TierCapacity:
         """What is in this engine's own slab: the sum over engines is what the directory holds."""
-        blocks = self.own.held_count if self.own is not None else 0
+        blocks = self.own.content.index.held_count if self.own is not None else 0
         return TierCapacity(blocks * self._slot_bytes, self._directory.capacity_bytes, blocks)
 
     def counts(self) -> TierCounts:
-        others = self._others.counts()
-        own = self.own.counts() if self.own is not None else TierCounts()
-        return TierCounts(
-            own.damaged + others.damaged, own.dropped_writes, own.evicted, own.failed_reads + others.failed_reads
-        )
+        return self._accounts.counts
 
     def scan(self) -> Iterator[RecordHeader]:
         """The headers of this engine's own slab."""
         with self._uses.one() as running:
-            headers = list(self.own.scan()) if running and self.own is not None else []
+            headers = list(self.own.content.scan()) if running and self.own is not None else []
         yield from headers
 
     def health(self) -> TierHealth:
-        return self._last_errors.health()
+        return self._accounts.health()
 
     def check(self) -> None:
         """Verify the index's invariants, for tests. Raises PactViolation."""
         if self.own is not None:
-            self.own.check()
+            with self.own.content.lock:
+                self.own.content.index.check()
         self._others.check()
 
     # The other engines
@@ -252,22 +251,22 @@ class DiskTier(Tier):
             if running and not self._stopped.is_set() and not (self.own is not None and self.own.slab.closed):
                 try:
                     if self.own is not None:
-                        self.own.read_on(self._stopped.is_set)
-                        if self.own.reading:
+                        self.own.content.read_on(self._stopped.is_set)
+                        if self.own.content.reading:
                             return
                     self._take_share()
-                    self._last_errors.clear("share")
+                    self._accounts.note_works("share")
                 except DirectoryBusy:
                     pass  # another engine's file grows; the next look will do
                 except (OSError, TierError) as error:
                     reason = error.strerror if isinstance(error, OSError) else str(error)
-                    self._last_errors.add("share", f"cannot share {self._directory.path}: {reason}")
+                    self._accounts.note_failed("share", f"cannot share {self._directory.path}: {reason}")
                 self._others.look(self.own, self._stopped.is_set)
 
     def _opened(self, slab: Slab) -> OwnSlab:
         """Take over an open slab, which is closed if that fails. Raises OSError."""
         try:
-            return OwnSlab(slab, self._directory, self._last_errors)
+            return OwnSlab(slab, self._directory, self._accounts)
         except BaseException:
             slab.close()
             raise
@@ -297,9 +296,10 @@ class DiskTier(Tier):
         self._stopped.set()
         tending = self._tending.acquire(timeout=_CLOSE_S)
         try:
-            with self._uses.the_last() as first:
-                if first and self.own is not None:
-                    self.own.persist_use()
+            with self._uses.one() as is_first:
+                self._uses.stop()
+                if is_first and self.own is not None:
+                    self.own.content.persist_use()
         finally:
             if tending:
                 self._tending.release()
@@ -322,3 +322,9 @@ def _tend_until_closed(tier: weakref.ref[DiskTier], stopped: threading.Event) ->
         open_tier.tend()
         del open_tier
         pause = min(LONGEST_PAUSE_S, max(TEND_SECONDS, (time.thread_time() - began) / TEND_SHARE))
+
+
+def open_disk(url: TierURL, place: TierContext) -> DiskTier:
+    """The tier at a `disk://` URL. Raises TierError."""
+    access = Access.of(url.options.get("group"))
+    return DiskTier.open(url.path, place.namespace, place.slot_bytes, url.capacity, access=access)

@@ -31,6 +31,9 @@ _LONGEST_NAME: Final = 255
 LITTLE_BYTES: Final = 16 << 10
 """A table of 200 blocks."""
 
+GAP_BYTES: Final = 128 << 10
+"""Unneeded bytes that one request may read to save another: a request takes as long as some megabytes."""
+
 REMEMBERED_RECORDS: Final = 65_536
 """At most this many records' places are remembered: 20 MB for tens of gigabytes of blocks. No pack has more."""
 
@@ -193,8 +196,8 @@ class Span:
         return "e_tag" in pack.version and self.end == pack.nbytes and self.start <= LITTLE_BYTES
 
 
-def spans(wanted: Mapping[str, Pack], *, gap: int, head: int | None = None) -> list[Span]:
-    """The spans that hold these records, or the first `head` bytes of each; a span has holes of at most `gap` bytes."""
+def spans(wanted: Mapping[str, Pack], *, head: int | None = None) -> list[Span]:
+    """The spans that hold these records, or the first `head` bytes of each; a span has holes of at most `GAP_BYTES`."""
     by_pack: dict[int, tuple[Pack, list[str]]] = {}
     for name, pack in wanted.items():  # by identity, not by name: two versions of a pack may have been seen
         by_pack.setdefault(id(pack), (pack, []))[1].append(name)
@@ -203,7 +206,7 @@ def spans(wanted: Mapping[str, Pack], *, gap: int, head: int | None = None) -> l
         last: Span | None = None
         for name in sorted(names, key=lambda name: pack.records[name][0]):
             offset, length = pack.records[name]
-            if last is None or offset - last.end > gap:
+            if last is None or offset - last.end > GAP_BYTES:
                 last = Span(pack, offset, offset, [])
                 found.append(last)
             last.end = offset + (length if head is None else min(length, head))

@@ -21,12 +21,14 @@ from kvpact.tiers.objects.packs import (
     Pack,
     PackError,
     PackMemory,
+    PackVersion,
     Span,
     decode_pack,
     encode_pack,
     spans,
     table_size,
 )
+from kvpact.tiers.record import GROUP_BYTES
 from kvpact.tiers.shared.store import (
     RecordBuffer,
     RecordPieces,
@@ -37,14 +39,10 @@ from kvpact.tiers.shared.store import (
     copy_into,
     key_of,
 )
-from kvpact.tiers.shared.tier import GROUP_BYTES
 from kvpact.tiers.urls import TierURL
 
 FIRST_READ_BYTES: Final = 16 << 10
 """Bytes of an object's first read: a table of 200 blocks in one request."""
-
-GAP_BYTES: Final = 128 << 10
-"""Unneeded bytes that one request may read to save another: a request takes as long as some megabytes."""
 
 MAX_KEPT_BYTES: Final = 4 * GROUP_BYTES
 """Most bytes kept of an object when a record is removed or added: more than any of ours with several records has."""
@@ -166,15 +164,15 @@ class ObjectStore(RecordStore):
         def fits(name: str, pack: Pack) -> bool:
             return pack.records[name][1] == sum(piece.nbytes for piece in wanted[name])
 
-        arrived = self._load(names, fits, head=None, gap=GAP_BYTES)
+        arrived = self._load(names, fits, head=None)
         return [name in arrived and copy_into(arrived[name], wanted[name]) for name in names]
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
-        arrived = self._load(names, lambda name, pack: True, head=HEADER_BYTES, gap=GAP_BYTES)
+        arrived = self._load(names, lambda name, pack: True, head=HEADER_BYTES)
         return [bytes(arrived[name]) if name in arrived else None for name in names]
 
     def _load(
-        self, names: Sequence[str], fits: Callable[[str, Pack], bool], *, head: int | None, gap: int
+        self, names: Sequence[str], fits: Callable[[str, Pack], bool], *, head: int | None
     ) -> dict[str, memoryview]:
         """The records that exist and fit, or their first `head` bytes."""
         arrived: dict[str, memoryview] = {}
@@ -182,7 +180,7 @@ class ObjectStore(RecordStore):
             self._find([name for name in names if name in unknown], past_holes=True) if head else self._look(unknown)
         for _ in range(2):  # again for packs that changed since they were remembered
             found = self.memory.locate(name for name in names if name not in arrived)
-            reads = spans({name: pack for name, pack in found.items() if fits(name, pack)}, gap=gap, head=head)
+            reads = spans({name: pack for name, pack in found.items() if fits(name, pack)}, head=head)
             stale: set[str] = set()
             for span, data in zip(reads, self.bucket.each(self._read_span, reads), strict=True):
                 for name in span.names:
@@ -223,9 +221,9 @@ class ObjectStore(RecordStore):
             for name in [*waiting] if stored else self._join(waiting):
                 del waiting[name]
 
-    def _create(self, name: str, data: bytes) -> bool:
-        """Store a new object; False if there is one of this name."""
-        version = self.bucket.put(name, data)
+    def _create(self, name: str, data: bytes, replaced: PackVersion | None = None) -> bool:
+        """Store a new object, or replace that version; False if there is another one of this name."""
+        version = self.bucket.put(name, data, replaced)
         if version is not None:
             self.memory.learn(decode_pack(name, data, len(data), version))
         return version is not None
@@ -283,7 +281,7 @@ class ObjectStore(RecordStore):
                 kept[name] = pack
                 room -= length
         left: dict[str, RecordPieces] = {}
-        for span in spans(kept, gap=GAP_BYTES):
+        for span in spans(kept):
             data = self._read_span(span)
             if len(data) < span.end - span.start:
                 return None
@@ -298,11 +296,7 @@ class ObjectStore(RecordStore):
             self.bucket.delete(pack.name)
             self.memory.forget(pack.name)
             return True
-        data = encode_pack(records)
-        version = self.bucket.put(pack.name, data, pack.version)
-        if version is not None:
-            self.memory.learn(decode_pack(pack.name, data, len(data), version))
-        return version is not None
+        return self._create(pack.name, encode_pack(records), pack.version)
 
     def remove(self, names: Sequence[str]) -> int:
         """See `RecordStore`. Rewrites each pack without the removed records.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvpact.identity.keys import Namespace
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordError, RecordHeader, RecordMac, written_in_older_format
+from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, RecordMac, written_in_older_format
 from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordStore, StoredRecord, headers_of, key_of
 
 _MAX_LENGTH = 1 << 32
@@ -59,18 +59,17 @@ class StoreReport:
     damaged: list[UnsoundRecord] = field(default_factory=list)
 
 
-def summarize(store: RecordStore, now: float | None = None) -> list[GroupSummary]:
+def summarize(store: RecordStore) -> list[GroupSummary]:
     """A summary of every namespace in the store, by name. Reads names and headers. Raises StoreError."""
-    now = time.time() if now is None else now
     groups: dict[str, list[StoredRecord]] = defaultdict(list)
     for record in store.names():
         if key_of(record.name):
             groups[record.name.partition("/")[0]].append(record)
-    return [_summary(store, group, blocks, now) for group, blocks in sorted(groups.items())]
+    return [_summary(store, group, blocks) for group, blocks in sorted(groups.items())]
 
 
-def _summary(store: RecordStore, group: str, blocks: Sequence[StoredRecord], now: float) -> GroupSummary:
-    written = []
+def _summary(store: RecordStore, group: str, blocks: Sequence[StoredRecord]) -> GroupSummary:
+    now, written = time.time(), []
     for _, raw in headers_of(store, [record.name for record in blocks]):
         with suppress(RecordError):
             # The checksum of a sealed record still shows damage; its writer does not matter here.
@@ -102,17 +101,12 @@ def _fields(store: RecordStore, name: str) -> Mapping[str, str]:
         return {}
 
 
-def verify_store(
-    store: RecordStore,
-    group: str = "",
-    seal: RecordMac = UNSEALED,
-    progress: Callable[[int, int], object] | None = None,
-) -> StoreReport:
-    """Read every record of a group, or of all, and check it as a read by its engine would. Raises StoreError.
+def verify_store(store: RecordStore, seal: RecordMac, progress: Callable[[int, int], object]) -> StoreReport:
+    """Read every record and check it as a read by its engine would. Raises StoreError.
 
     Records with another seal than `seal` are counted and not judged. `progress(done, total)` is called after each one.
     """
-    names = [record.name for record in store.names(group) if key_of(record.name)]
+    names = [record.name for record in store.names() if key_of(record.name)]
     records = sound = gone = unsealed = 0
     damaged: list[UnsoundRecord] = []
     for records, (name, raw) in enumerate(headers_of(store, names), 1):
@@ -124,8 +118,7 @@ def verify_store(
             damaged.append(UnsoundRecord(name, reason))
         else:
             sound += 1
-        if progress is not None:
-            progress(records, len(names))
+        progress(records, len(names))
     return StoreReport(store.place, records, sound, gone, unsealed, damaged)
 
 

@@ -1,6 +1,7 @@
 """The tier over any shared store: blocks as records that other engines read and write too.
 
-Owns what is asked, read and written of the store at once, and the consequences of its failure.
+Owns what is asked, read and written of the store at once, the consequences of its failure, the checks before a block is
+served, and the removal of records that cannot be.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import compress, pairwise
 from typing import Final, TypeAlias, TypeVar
 
+from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
+from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import (
     HEADER_BYTES,
     ROOT,
@@ -32,9 +35,7 @@ from kvpact.tiers.base import (
     TierHealth,
     leading,
 )
-from kvpact.tiers.record import bytes_of, require_at_most
-from kvpact.tiers.shared.accounts import Accounts
-from kvpact.tiers.shared.reader import RecordReader
+from kvpact.tiers.record import bytes_of, groups_of, require_at_most, run_in
 from kvpact.tiers.shared.refuted import RefutedRuns
 from kvpact.tiers.shared.store import (
     NAMESPACE_RECORD,
@@ -52,12 +53,10 @@ from kvpact.tiers.use_count import UseCount
 
 logger = logging.getLogger(__name__)
 
-GROUP_BYTES: Final = 16 << 20
-"""Payload of one call of a store: large enough for its batches, small enough to end early at a deadline. Headers do not
-count, so that a read of as many bytes into the arena is one call."""
-
 Answer = TypeVar("Answer")
 _Write: TypeAlias = Callable[[Sequence[str], Sequence[RecordPieces]], None]
+_Run: TypeAlias = Sequence[Entry]
+"""Blocks to be stored, each of which follows the one before it."""
 
 USAGE_SECONDS: Final = 30.0
 """Maximum age of the known usage while blocks are written."""
@@ -86,7 +85,6 @@ class SharedTier(Tier):
         self._seal = seal
         self._accounts = Accounts(logger, f"{self.name} tier at {store.place}")
         self._refuted = RefutedRuns(store, self._group)
-        self._reader = RecordReader(store, self._digest, self._group, seal, slot_bytes, self._accounts, self._refuted)
         self._packs = store if isinstance(store, SupportsPacks) else None
         self._prompt = _Prompt()
         self._usage = StoreUsage()
@@ -106,10 +104,10 @@ class SharedTier(Tier):
     put_start = leading
 
     def _ask(self, question: Callable[[Sequence[str]], Answer], keys: Sequence[BlockKey], otherwise: Answer) -> Answer:
-        with self._uses.one() as running, self._accounts.noting("read"):
+        with self._uses.one() as running, self._noting("read"):
             if running and keys:
                 answer = question(self._names(keys))
-                self._accounts.last_errors.clear("read")
+                self._accounts.note_works("read")
                 return answer
         return otherwise
 
@@ -123,11 +121,11 @@ class SharedTier(Tier):
     ) -> list[bool]:
         self._require_sizes(buffers)
         arrived = [False] * len(keys)
-        with self._uses.one() as running, self._accounts.noting("read"):
+        with self._uses.one() as running, self._noting("read"):
             wanted = self._readable(keys) if running and keys else ()
-            for first, end in _batches([buffers[at] for at in wanted]):
+            for first, end in groups_of([buffers[at] for at in wanted]):
                 part = wanted[first:end]
-                sound = list(self._reader.read([keys[at] for at in part], [buffers[at] for at in part]))
+                sound = list(self._read([keys[at] for at in part], [buffers[at] for at in part]))
                 for at, is_sound in zip(part, sound, strict=False):
                     arrived[at] = is_sound
                 more = on_progress is None or on_progress(leading(arrived))
@@ -145,6 +143,95 @@ class SharedTier(Tier):
                 return [at for at, name in enumerate(names) if name in known]
         return range(len(keys))
 
+    def _read(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> Iterator[bool]:
+        """Read block `keys[i]` into `buffers[i]`, all at once; then say of each whether it is there and sound.
+
+        Ends at once if the store fails.
+        """
+        names = self._names(keys)
+        headers = [bytearray(HEADER_BYTES) for _ in keys]
+        records = [[memoryview(header), *buffer] for header, buffer in zip(headers, buffers, strict=True)]
+        found: Sequence[bool] = ()
+        with self._noting("read"):
+            arrived = self.store.read(names, records)
+            runs = {name: run_in(head) for name, head, there in zip(names, headers, arrived, strict=True) if there}
+            self._refuted.ask(runs.values())
+            if wrong := [name for name, run in runs.items() if run in self._refuted]:
+                self.store.remove(wrong)  # all at once, so that they can be stored again
+            found = arrived
+            self._accounts.note_works("read")
+        blocks = list(zip(found, keys, names, headers, buffers, strict=False))
+        self._end_unread({name: (key, bytes_of(buffer)) for there, key, name, _, buffer in blocks if not there})
+        for there, key, name, header, buffer in blocks:
+            yield there and self._is_sound(key, name, header, buffer)
+
+    # Checks
+
+    def _header_in(self, raw: bytes) -> RecordHeader:
+        """The header of a block that an engine of this tier may have stored. Raises RecordError."""
+        return RecordHeader.decode(
+            raw,
+            namespace=self._digest,
+            length=None,
+            max_length=self._slot_bytes,
+            seal=self._seal,
+            refuted=self._refuted,
+        )
+
+    def _is_sound(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
+        """Whether a record that was read may be served. If not it is removed."""
+        reason = self._wrong(key, header, buffer)
+        if reason and self.store.tears_reads:  # perhaps it was replaced during the read
+            there = False
+            with self._noting("read"):
+                (there,) = self.store.read([name], [[memoryview(header), *buffer]])
+            if not there:
+                return False
+            reason = self._wrong(key, header, buffer)
+        if reason:
+            self._quarantine(key, name, reason)
+        return not reason
+
+    def _wrong(self, key: BlockKey, raw: bytearray, buffer: BlockBuffer) -> str:
+        """Why a record must not be served; "" if it may."""
+        try:
+            header = self._header_in(bytes(raw))
+        except RecordError as error:
+            return str(error)
+        if header.key != key:
+            return f"misplaced: it is block {header.key.hex()[:16]}"
+        if header.length != bytes_of(buffer):
+            return f"payload of {header.length} bytes, not {bytes_of(buffer)}"
+        if header.digest != self._seal.payload_digest(buffer):
+            return "payload does not match its checksum"
+        return ""
+
+    def _end_unread(self, unread: Mapping[str, tuple[BlockKey, int]]) -> None:
+        """Remove the records that are there and were not read, except whole ones of another size: those are misses.
+
+        `unread` has the key and the size that was asked for by name.
+        """
+        names = [*unread] if self._packs is None else self._packs.known([*unread])
+        with suppress(StoreError):
+            for name, raw in zip(names, self.store.heads(names) if names else (), strict=True):
+                # Compare the length: another engine may have stored it in full after the read.
+                key, wanted = unread[name]
+                size = None if raw is None else self.store.size(name)
+                if raw is not None and size not in (None, HEADER_BYTES + wanted) and not self._is_whole(key, raw, size):
+                    self._quarantine(key, name, "has another length than a block of this engine")
+
+    def _is_whole(self, key: BlockKey, raw: bytes, size: int | None) -> bool:
+        with suppress(RecordError):
+            header = self._header_in(raw)
+            return header.key == key and HEADER_BYTES + header.length == size
+        return False
+
+    def _quarantine(self, key: BlockKey, name: str, reason: str) -> None:
+        """Remove a record that cannot be served, so that the next write replaces it (H22)."""
+        self._accounts.note_damaged(reason, f"block {key.hex()[:16]} {reason}: removed, recomputed")
+        with self._noting("write"):
+            self.store.remove([name])
+
     # Writes
 
     def put(self, entries: Sequence[Entry]) -> list[bool]:
@@ -159,18 +246,18 @@ class SharedTier(Tier):
                 if wanted := _storable(runs, held):
                     self._describe()
                     self._store(wanted, held)
-                    self._accounts.last_errors.clear("write")
+                    self._accounts.note_works("write")
                     self._note_usage()
-                    held.update(entry.key for run in wanted for entry in run.entries)
+                    held.update(entry.key for run in wanted for entry in run)
                 return [entry.key in held for entry in entries]
             except StoreError as error:
-                self._accounts.note_failed("write", error)
+                self._accounts.note_failed("write", f"cannot write: {error}")
             stored = [False] * len(entries)
-            with self._accounts.noting("read"):
+            with self._noting("read"):
                 held = self._held(runs, prompt)
                 stored = [entry.key in held for entry in entries]
-                self._accounts.last_errors.clear("read")
-            self._accounts.note_dropped(stored.count(False))
+                self._accounts.note_works("read")
+            self._accounts.count(dropped_writes=stored.count(False))
             return stored
 
     def _held(self, runs: Sequence[_Run], prompt: Sequence[str] | None) -> set[BlockKey]:
@@ -181,11 +268,12 @@ class SharedTier(Tier):
         held: set[BlockKey] = set()
         alone: dict[BlockKey, None] = {}
         for run in runs:
-            if self._packs is not None and run.follow:
-                names = prompt if prompt is not None and len(runs) == 1 else self._names(run.keys)
-                held.update(run.keys[: max(0, self._packs.leading(names) - len(names) + len(run.keys))])
+            keys = _with_parent(run)
+            if self._packs is not None and len(keys) > 1:
+                names = prompt if prompt is not None and len(runs) == 1 else self._names(keys)
+                held.update(keys[: max(0, self._packs.leading(names) - len(names) + len(keys))])
             else:
-                alone |= dict.fromkeys(run.keys)
+                alone |= dict.fromkeys(keys)
         if alone:
             held.update(compress(alone, self.store.exists(self._names(alone))))
         return held
@@ -195,19 +283,16 @@ class SharedTier(Tier):
         alone: list[Entry] = []
         writes: list[tuple[_Write, Sequence[Entry]]] = [(self.store.write, alone)]
         for run in runs:
-            missing = [entry for entry in run.entries if entry.key not in held]
-            if self._packs is not None and run.follow:
+            missing = [entry for entry in run if entry.key not in held]
+            if self._packs is not None and len(_with_parent(run)) > 1:
                 writes.append((self._packs.write_pack, missing))
             else:
                 alone += missing
-        for write, entries in writes:
-            self._write(entries, write)
-
-    def _write(self, missing: Sequence[Entry], write: _Write) -> None:
         now = time.time()
-        for first, end in _batches([entry.buffer for entry in missing]):
-            batch = missing[first:end]
-            write(self._names([entry.key for entry in batch]), [self._record(entry, now) for entry in batch])
+        for write, entries in writes:
+            for first, end in groups_of([entry.buffer for entry in entries]):
+                batch = entries[first:end]
+                write(self._names([entry.key for entry in batch]), [self._record(entry, now) for entry in batch])
 
     def _record(self, entry: Entry, now: float) -> RecordPieces:
         header = RecordHeader(
@@ -234,17 +319,17 @@ class SharedTier(Tier):
 
     def delete(self, keys: Iterable[BlockKey]) -> int:
         names = self._names(list(keys))
-        with self._uses.one() as running, self._accounts.noting("write", "delete"):
+        with self._uses.one() as running, self._noting("write", "delete"):
             return self.store.remove(names) if running and names else 0
 
     def clear(self) -> None:
-        with self._uses.one() as running, self._accounts.noting("write", "clear"):
+        with self._uses.one() as running, self._noting("write", "clear"):
             if running:
                 self.store.clear(self._group)
                 self._described = False
 
     def refute_run(self) -> None:
-        with self._uses.one() as running, self._accounts.noting("write", "refute"):
+        with self._uses.one() as running, self._noting("write", "refute"):
             if running:
                 self._refuted.refute()
 
@@ -259,25 +344,34 @@ class SharedTier(Tier):
             self._usage = self.store.usage()
 
     def counts(self) -> TierCounts:
-        return replace(self._accounts.counts(), evicted=self.store.evicted)
+        return replace(self._accounts.counts, evicted=self.store.evicted)
 
     def scan(self) -> Iterator[RecordHeader]:
         """See `SupportsScan`."""
-        with self._uses.one() as running, self._accounts.noting("read"):
+        with self._uses.one() as running, self._noting("read"):
             names = [record.name for record in self.store.names(self._group) if key_of(record.name)] if running else []
             for name, raw in headers_of(self.store, names):
                 with suppress(RecordError):
-                    if (header := self._reader.header_in(raw or b"")).key == key_of(name):
+                    if (header := self._header_in(raw or b"")).key == key_of(name):
                         yield header
 
     def health(self) -> TierHealth:
-        return self._accounts.last_errors.health()
+        return self._accounts.health()
 
     def close(self) -> None:
-        with self._uses.the_last():
-            pass
+        self._uses.stop()
 
     # Within
+
+    @contextmanager
+    def _noting(self, what: str, refused: str = "") -> Iterator[None]:
+        """A context that notes the store's failure and ends with it, or with a TierError if the caller must know."""
+        try:
+            yield
+        except StoreError as error:
+            self._accounts.note_failed(what, f"cannot {what}: {error}")
+            if refused:
+                raise TierError(f"cannot {refused}: {error}") from error
 
     def _names(self, keys: Iterable[BlockKey]) -> list[str]:
         return [record_name(self._group, key) for key in keys]
@@ -297,31 +391,15 @@ class _Prompt(threading.local):
         return prompt if prompt and prompt[-len(names) :] == names else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Blocks to be stored, each of which follows the one before it."""
-
-    entries: Sequence[Entry]
-
-    @property
-    def parent(self) -> BlockKey:
-        return self.entries[0].parent
-
-    @property
-    def follow(self) -> bool:
-        """Whether any of them follows another block; else it is one that stands for itself."""
-        return self.parent != ROOT or len(self.entries) > 1
-
-    @property
-    def keys(self) -> list[BlockKey]:
-        """The key of the block before the first one, if there is one, and their own."""
-        return [*filter(None, [self.parent]), *(entry.key for entry in self.entries)]
+def _with_parent(run: _Run) -> list[BlockKey]:
+    """The key of the block before the first one, if there is one, and their own. One key: a block that stands alone."""
+    return [*filter(None, [run[0].parent]), *(entry.key for entry in run)]
 
 
 def _runs(entries: Sequence[Entry]) -> list[_Run]:
     """The entries as runs, in which each one's parent is the one before it."""
     starts = [at for at, entry in enumerate(entries) if not at or entry.parent != entries[at - 1].key]
-    return [_Run(entries[first:end]) for first, end in pairwise([*starts, len(entries)])]
+    return [entries[first:end] for first, end in pairwise([*starts, len(entries)])]
 
 
 def _storable(runs: Iterable[_Run], held: AbstractSet[BlockKey]) -> list[_Run]:
@@ -329,20 +407,7 @@ def _storable(runs: Iterable[_Run], held: AbstractSet[BlockKey]) -> list[_Run]:
     storable: list[_Run] = []
     there = {ROOT, *held}
     for run in runs:
-        if run.parent in there:
+        if run[0].parent in there:
             storable.append(run)
-            there.update(entry.key for entry in run.entries)
+            there.update(entry.key for entry in run)
     return storable
-
-
-def _batches(buffers: Sequence[BlockBuffer]) -> Iterator[tuple[int, int]]:
-    """`buffers` as ranges (first, end) for one call of a store each: at most `GROUP_BYTES`, or one block."""
-    first = nbytes = 0
-    for index, buffer in enumerate(buffers):
-        size = max(HEADER_BYTES, bytes_of(buffer))
-        if nbytes and nbytes + size > GROUP_BYTES:
-            yield first, index
-            first, nbytes = index, 0
-        nbytes += size
-    if nbytes:
-        yield first, len(buffers)

@@ -1,0 +1,63 @@
+"""What went wrong in one tier, what it evicted, and whether its last operations worked.
+
+Owns the counts and errors that the tier tells of, and logs the first of each kind. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from kvpact.tiers.base import TierCounts, TierHealth
+from kvpact.tiers.log_once import LogOnce
+
+
+class Accounts:
+    """Counts and current errors. An error's kind is "read", "write", or one that does not make the tier unhealthy.
+
+    Thread-safe.
+    """
+
+    def __init__(self, logger: logging.Logger, whose: str) -> None:
+        """`whose` begins each line: "redis tier at HOST"."""
+        self._whose = whose
+        self._warned = LogOnce(logger)
+        self._errors: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self.counts = TierCounts()
+        """What was counted so far; replaced as a whole."""
+
+    def count(self, *, damaged: int = 0, dropped_writes: int = 0, evicted: int = 0, failed_reads: int = 0) -> None:
+        """Add to the counts."""
+        with self._lock:
+            so_far = self.counts
+            self.counts = TierCounts(
+                so_far.damaged + damaged,
+                so_far.dropped_writes + dropped_writes,
+                so_far.evicted + evicted,
+                so_far.failed_reads + failed_reads,
+            )
+
+    def warn_once(self, kind: str, message: str) -> None:
+        """Log an event that leaves the tier healthy."""
+        self._warned.log(kind, logging.WARNING, "%s: %s", self._whose, message)
+
+    def note_failed(self, kind: str, message: str) -> None:
+        """An operation fails, until `note_works`; a "read" is counted."""
+        self.count(failed_reads=kind == "read")
+        self._errors[kind] = message
+        self.warn_once(kind, message)
+
+    def note_works(self, kind: str) -> None:
+        """The operation works again."""
+        self._errors.pop(kind, None)
+
+    def note_damaged(self, kind: str, message: str) -> None:
+        """A record is unusable; the first `message` of a kind is logged."""
+        self.count(damaged=1)
+        self.warn_once(f"damaged: {kind}", message)
+
+    def health(self) -> TierHealth:
+        """See `Tier.health`."""
+        errors = dict(self._errors)
+        return TierHealth(not errors.keys() & {"read", "write"}, "; ".join(errors.values()), "read" not in errors)
