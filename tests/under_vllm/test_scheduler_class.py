@@ -355,9 +355,9 @@ def test_the_query_result_comes_back_at_the_commit(asynchronous: bool) -> None:
 
 
 def test_an_engine_without_a_connector_has_no_matches_and_begins_nothing_again() -> None:
-    scheduler = SimpleNamespace(
-        connector=None, kv_cache_manager=SimpleNamespace(empty_kv_cache_blocks=()), requests={}, waiting=[]
-    )
+    pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0))
+    manager = SimpleNamespace(empty_kv_cache_blocks=(), block_pool=pool)
+    scheduler = SimpleNamespace(connector=None, kv_cache_manager=manager, requests={})
     assert not EngineExits(scheduler).trackers
     assert Restarts(scheduler).begin_again([1]) == set()
 
