@@ -170,7 +170,6 @@ OPENER = "kvpact.cache.open"
 
 KNOWS_MORE_OF_THE_CACHE = {
     "vllm.guard": {"kvpact.cache.budget"},
-    "vllm.mounting": {"kvpact.cache.budget", "kvpact.cache.mounted"},
     "vllm.scheduler_side": {"kvpact.cache.budget", "kvpact.cache.mounted"},
 }
 """Modules of an adapter, and what of the cache's folder they may name beside the opener. May only shrink."""

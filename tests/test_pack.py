@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.vllm.compat.releases import RELEASES
+from kvpact_testkit.vllm.releases import RELEASES
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"

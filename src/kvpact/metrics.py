@@ -7,21 +7,16 @@ time. Decides nothing. A wrong count never reaches an exporter: it is refused, a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 from threading import Lock
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.errors import PactViolation
 from kvpact.tiers.backends import BACKENDS, OTHER
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.core import Metric as PrometheusFamily
-    from prometheus_client.registry import Collector
 
 Snapshot: TypeAlias = dict[str, float]
 """Series name to value, as `series` writes it; plain numbers, so any encoder takes it. Counts of things are `int`."""
@@ -191,8 +186,7 @@ _KEYS: Mapping[Kind, Mapping[tuple[str, str], str]] = {
     kind: {key: text for key, text in _SERIES.items() if _BY_NAME[key[0]].kind == kind} for kind in ("counter", "gauge")
 }
 
-_BOUNDS = (*map(str, STEP_BOUNDS), "+Inf")
-_BUCKETS = tuple(f'{STEP_SECONDS}_bucket{{le="{bound}"}}' for bound in _BOUNDS)
+_BUCKETS = tuple(f'{STEP_SECONDS}_bucket{{le="{bound}"}}' for bound in (*STEP_BOUNDS, "+Inf"))
 
 
 def series(name: str, label: str = "") -> str:
@@ -201,7 +195,7 @@ def series(name: str, label: str = "") -> str:
 
 
 class Metrics:
-    """The counts of one process. Safe to call from several threads; every call is O(1) but `snapshot` and `delta`."""
+    """The counts of one process. Safe to call from several threads; every call is O(1) but `snapshot`."""
 
     __slots__ = ("_buckets", "_lock", "_refused", "_seconds", "_values")
 
@@ -257,11 +251,6 @@ class Metrics:
         shot[f"{STEP_SECONDS}_sum"] = seconds
         return shot
 
-    def delta(self, since: Mapping[str, float]) -> Snapshot:
-        """What was counted since the snapshot `since`; gauges as they are now."""
-        gauges = set(_KEYS["gauge"].values())
-        return {key: now if key in gauges else now - since.get(key, 0) for key, now in self.snapshot().items()}
-
     def check(self) -> None:
         """Raise PactViolation if a count was refused, or if more lookups missed than were made."""
         if self._refused is not None:
@@ -271,30 +260,6 @@ class Metrics:
             misses = sum(self._values[series("misses", reason)] for reason in MissReason)
         if misses > lookups:
             raise PactViolation(f"{misses} lookups missed of {lookups} made; every miss is one of the lookups")
-
-    def expose(self, registry: CollectorRegistry) -> Collector:
-        """Register every metric as `kvpact_<name>`; return the collector, for `registry.unregister`."""
-        collector = cast("Collector", self)  # a registry calls only its `collect`
-        registry.register(collector)
-        return collector
-
-    def collect(self) -> Iterator[PrometheusFamily]:
-        """All metrics now. Called when Prometheus scrapes, so counting costs nothing extra."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        with self._lock:
-            values, counts, seconds = dict(self._values), list(self._buckets), self._seconds
-        for metric in METRICS:
-            full_name, text = f"kvpact_{metric.name}", f"{metric.unit} {metric.meaning}"
-            if metric.kind == "histogram":
-                buckets = [(bound, float(count)) for bound, count in zip(_BOUNDS, accumulate(counts), strict=True)]
-                yield HistogramMetricFamily(full_name, text, buckets=buckets, sum_value=seconds)
-                continue
-            family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = family_type(full_name, text, labels=[metric.label] if metric.label else [])
-            for label in metric.label_values:
-                family.add_metric([label] if metric.label else [], values[series(metric.name, label)])
-            yield family
 
     def _key(self, kind: Kind, name: str, label: str) -> str:
         key = _KEYS[kind].get((name, label))

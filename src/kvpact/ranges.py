@@ -68,18 +68,7 @@ class RangeSet:
         """Blocks in both sets; how saves combine over ranks (P10)."""
         if self == other:  # as nearly always: all ranks have copied the whole job
             return self
-        found: list[BlockRange] = []
-        mine, theirs = list(self.ranges), list(other.ranges)
-        i = j = 0
-        while i < len(mine) and j < len(theirs):
-            start, end = max(mine[i].start, theirs[j].start), min(mine[i].end, theirs[j].end)
-            if start < end:
-                found.append(BlockRange(start, end - start))
-            if mine[i].end <= theirs[j].end:
-                i += 1
-            else:
-                j += 1
-        return RangeSet(tuple(found))
+        return self.difference(self.difference(other))
 
     def difference(self, other: RangeSet) -> RangeSet:
         """Blocks in this set and not in `other`."""

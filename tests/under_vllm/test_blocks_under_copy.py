@@ -149,7 +149,7 @@ def test_lazy_saves_no_block_that_holds_something_else(start: Callable[..., Play
     ("settings", "prefix_caching", "message"),
     [
         ({"save": "lazy"}, False, "enable-prefix-caching"),
-        ({"save": "lazy", "match_at": "step"}, True, "exclude each other"),
+        ({"save": "lazy", "match_at": "step"}, True, "through the slots of saves"),
     ],
 )
 def test_lazy_is_refused_where_it_cannot_work(

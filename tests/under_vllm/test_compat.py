@@ -1,4 +1,4 @@
-"""What `kvpact.vllm.compat` finds on a release is what its table of releases says."""
+"""What `kvpact.vllm.compat` finds on a release is what the table of releases says."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import kvpact
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat import layouts
 from kvpact.vllm.compat.objects import replays_full_graph
-from kvpact.vllm.compat.releases import RELEASES, is_known, refuse_older
-from kvpact_testkit.vllm.releases import fetch_release, installed_release
+from kvpact.vllm.compat.releases import SERIES, is_known, refuse_older
+from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release
 
 PROBE = """
 import json
@@ -76,6 +76,7 @@ def test_the_table_says_what_each_release_offers(release: str, tmp_path: Path) -
 
 
 def test_a_release_is_known_by_its_series() -> None:
+    assert tuple(version.rpartition(".")[0] for version in RELEASES) == SERIES
     assert all(is_known(version) for version in ("0.28.0", "0.32.0+cpu", "0.33.1"))
     assert not any(is_known(version) for version in ("0.27.1", "0.3.2", "0.280.0", "0.330.1", "1.0.0"))
 

@@ -13,9 +13,8 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 import torch
 
 from kvpact.vllm import device
-from kvpact.vllm.compat.releases import RELEASES
 from kvpact.vllm.device import VllmDevice
-from kvpact_testkit.vllm.releases import fetch_release, installed_release
+from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release
 
 
 def sources(release: str) -> Path:

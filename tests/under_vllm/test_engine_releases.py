@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvpact.vllm.compat.releases import RELEASES
+from kvpact_testkit.vllm.releases import RELEASES
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ("0.28.0", "0.30.0", "0.32.0")

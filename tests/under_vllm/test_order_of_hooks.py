@@ -14,8 +14,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 import vllm
 
-from kvpact.vllm.compat.releases import RELEASES
-from kvpact_testkit.vllm.releases import fetch_release, installed_release
+from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release
 
 HERE = Path(vllm.__file__).parent
 

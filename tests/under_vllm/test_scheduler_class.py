@@ -26,6 +26,8 @@ from leasing_connectors import (
 )
 
 from kvpact.contract import POSTPONED_STEPS, ExternalKVMatch, ExternalMatchExit
+from kvpact.vllm.compat.restarts import Restarts
+from kvpact.vllm.exits import EngineExits
 from kvpact_testkit.results import NotObservable
 from kvpact_testkit.vllm.compat import EngineSettings
 from kvpact_testkit.vllm.driver import VllmDriver
@@ -352,11 +354,19 @@ def test_the_query_result_comes_back_at_the_commit(asynchronous: bool) -> None:
 # The class itself
 
 
+def test_an_engine_without_a_connector_has_no_matches_and_begins_nothing_again() -> None:
+    pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0))
+    manager = SimpleNamespace(empty_kv_cache_blocks=(), block_pool=pool)
+    scheduler = SimpleNamespace(connector=None, kv_cache_manager=manager, requests={})
+    assert not EngineExits(scheduler).trackers
+    assert Restarts(scheduler).begin_again([1]) == set()
+
+
 def test_a_connector_without_the_pact_sees_nothing_new() -> None:
     subject = ConnectorUnderTest("kvpact_testkit.vllm.simple_connector", "SimpleConnector", scheduler=SCHEDULER)
     harness = Harness(subject)
     with harness.engine() as engine:
-        assert engine.scheduler.exits is None
+        assert not engine.scheduler.exits.trackers
         assert "allocate_slots" not in vars(engine.scheduler.kv_cache_manager)
         harness.store(engine, STORED)
         harness.load(engine, "again", [*STORED, 1])

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.vllm.mounting import require_no_restarts
+from kvpact.vllm.checks import require_no_restarts
 from kvpact_testkit.vllm.model_groups import GEMMA
 from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release, releases_folder
 from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt, wait_before_loads

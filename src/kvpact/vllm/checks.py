@@ -107,6 +107,43 @@ def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, sp
     logger.warning("kvpact: %s", said)
 
 
+def require_all_ranks(vllm_config: Any, hellos: Sequence[WorkerHandshake]) -> list[WorkerHandshake]:
+    """The handshakes of all ranks, in order.
+
+    Raises ConfigError if a rank is missing: what the others saved would count as saved by all (H40).
+    """
+    hellos = sorted(hellos, key=lambda hello: hello.rank)
+    parallel = vllm_config.parallel_config
+    ranks = int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    present = [hello.rank for hello in hellos]
+    if present != list(range(ranks)):
+        raise ConfigError(
+            f"the engine has {ranks} ranks; {present} have set up their memory for kvpact, see the others' log"
+        )
+    return hellos
+
+
+def require_hooks(config: KvpactConfig, hellos: Sequence[WorkerHandshake]) -> None:
+    """Raise ConfigError if the workers are to look when a step begins, and are not asked then."""
+    if config.match_at == "step" and not all(hello.step_hook for hello in hellos):
+        raise ConfigError(
+            'match_at="step" needs a worker that asks when a step begins: add '
+            "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
+        )
+
+
+def require_no_restarts(config: KvpactConfig, vllm_config: Any, groups: EngineGroups) -> None:
+    """Raise ConfigError if a step may rely on blocks that turn out wrong, and vLLM's own scheduler takes no word of it:
+    what a step finds may not arrive; an adapter may be exchanged between a load and its use."""
+    adapters = vllm_config.lora_config is not None and groups.several
+    if adapters or config.match_at == "step":
+        raise ConfigError(
+            f"{'LoRA with several KV cache groups' if adapters else 'match_at=step'} needs a scheduler that begins "
+            "requests again whose blocks turn out wrong: add --scheduler-cls kvpact.vllm.scheduler.pact_scheduler "
+            "(not for diffusion models)"
+        )
+
+
 def check_settings(config: KvpactConfig, vllm_config: Any, groups: EngineGroups | None = None) -> None:
     """Raise ConfigError for settings of kvpact that exclude each other, or settings of the engine."""
     check_cache(config)
@@ -120,15 +157,10 @@ def check_settings(config: KvpactConfig, vllm_config: Any, groups: EngineGroups 
             'save="lazy" follows the engine\'s own prefix cache, which is off: add --enable-prefix-caching, or set '
             '"save": "eager"'
         )
-    if config.save == "lazy" and config.match_at == "step":
-        raise ConfigError(
-            'save="lazy" and match_at="step" exclude each other: what a step looks up is what it would save; set '
-            '"save": "eager" or "match_at": "schedule"'
-        )
     if config.match_at == "step" and config.save != "eager":
         raise ConfigError(
-            f'match_at="step" loads what it finds through the slots of saves: save="{config.save}" has none then; '
-            'set "save": "eager"'
+            f'match_at="step" loads what it finds through the slots of saves, and save="{config.save}" has none then; '
+            'set "save": "eager" or "match_at": "schedule"'
         )
     if config.match_at == "step" and not config.sync_load_budget:
         raise ConfigError(

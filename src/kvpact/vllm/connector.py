@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from kvpact.config import load_config
@@ -30,7 +31,6 @@ from kvpact.vllm.compat.configuration import replica_number
 from kvpact.vllm.compat.layouts import wanted_layout
 from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
-from kvpact.vllm.groups import GroupsHooks
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.kv_memory import KVMemoryHooks
 from kvpact.vllm.match_hooks import MatchHooks
@@ -53,14 +53,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpact.vllm.context import VllmContext
-    from kvpact.vllm.scheduler_side import SchedulerSide
     from kvpact.worker.jobs import EndedLoads
-    from kvpact.worker.worker import CacheWorker
 
 logger = logging.getLogger(__name__)
 
 
-class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
+class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
     """The connector. `kv_connector_extra_config` holds kvpact's settings (`kvpact.config.KvpactConfig`)."""
 
     _of_engine: ClassVar[WeakValueDictionary[str, PactConnector]] = WeakValueDictionary()
@@ -77,8 +75,7 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
         logger.info("kvpact: engine %d: the %s's half is told %s", engine, role.name.lower(), config.described())
         self.metrics = Metrics()
         self.guard = Guard(self.metrics)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: CacheWorker | None = None
+        self._scheduler = self._worker = None
         self._find_model: Callable[[], torch.nn.Module] | None = None
         self._pages = {}
         self._facts: dict[str, str] = {}
@@ -136,20 +133,6 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
     def external_hits_applied(self, hits: Mapping[str, int]) -> None:
         """The step skips these tokens, on all ranks. Not guarded: they must be loaded."""
         self.cache_worker.apply_hits(hits)
-
-    @property
-    def cache_worker(self) -> CacheWorker:
-        """The rank's half: `kvpact.vllm.worker` records changes of weights and adapters in it."""
-        if self._worker is None:
-            raise ConfigError("a worker's hook was called on the scheduler's half of the connector")
-        return self._worker
-
-    @property
-    def scheduler_side(self) -> SchedulerSide:
-        """The half in the scheduler's process. Raises ConfigError on a worker's half."""
-        if self._scheduler is None:
-            raise ConfigError("a scheduler's hook was called on the worker's half of the connector")
-        return self._scheduler
 
     @property
     def scheduler_context(self) -> VllmContext | None:
@@ -301,6 +284,12 @@ class PactConnector(KVMemoryHooks, GroupsHooks, MatchHooks, KVConnectorBase_V1):
         """Abort the request's plan, if it has one. The block pool holds blocks under copy, so none is delayed."""
         self.scheduler_side.request_finished(request.request_id)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """End the request as with one group. With this hook vLLM leaves its hybrid KV cache manager on."""
+        return self.request_finished(request, [])
 
     @guarded(lambda: False, in_step=False)
     def has_pending_push_work(self) -> bool:

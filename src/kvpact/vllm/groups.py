@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
-from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache
@@ -158,20 +157,6 @@ def _digest(member: Any, specs: Sequence[Any], kind: GroupKind, span: int) -> by
     return blake3(json.dumps(words, sort_keys=True).encode()).digest()
 
 
-class GroupsHooks(SupportsHMA):
-    """A connector with which vLLM leaves its hybrid KV cache manager on."""
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """What the connector does at a request's end."""
-        raise NotImplementedError
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Do what the connector does at a request's end, whatever the number of groups."""
-        return self.request_finished(request, block_ids[0] if block_ids else [])
-
-
 def require_groups(cache: ExternalCache, groups: EngineGroups) -> None:
     """Raise ConfigError if the cache does not keep the blocks of all of the engine's groups."""
     if groups.several and not cache.supports_kv_cache_groups:
@@ -187,4 +172,4 @@ def fit_to_groups(config: KvpactConfig, groups: EngineGroups) -> KvpactConfig:
     return config.model_copy(update={"sync_load_budget": 0}) if groups.several else config
 
 
-__all__ = ["EngineGroups", "GroupsHooks", "engine_groups", "fit_to_groups", "require_groups"]
+__all__ = ["EngineGroups", "engine_groups", "fit_to_groups", "require_groups"]

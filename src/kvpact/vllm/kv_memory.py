@@ -34,11 +34,14 @@ class KVMemoryHooks:
     """Whether some layer does not wait for its load."""
     _is_refused = False
     """Whether the KV memory came back in a layout that is not used."""
+    _worker: CacheWorker | None
 
     @property
     def cache_worker(self) -> CacheWorker:
-        """The rank's half of the connector."""
-        raise NotImplementedError
+        """The rank's half: `kvpact.vllm.worker` records changes of weights and adapters in it."""
+        if self._worker is None:
+            raise ConfigError("a worker's hook was called on the scheduler's half of the connector")
+        return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV memory is there, or has moved. Raises ConfigError if the configuration does not fit the machine."""

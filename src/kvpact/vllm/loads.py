@@ -32,10 +32,6 @@ class CommittedLoad:
     is_broken: bool = False
     """Whether it is to be reported as failed, and the engine has not received the report yet."""
 
-    def is_stale(self, settlement: LoadSettlement, epochs: int) -> bool:
-        """Whether it brought blocks that were computed by other weights than the current ones."""
-        return settlement.asynchronous and bool(settlement.loaded.ranges) and self.epochs != epochs
-
 
 class CommittedLoads:
     """All committed loads of one engine, by request."""
@@ -149,9 +145,10 @@ class CommittedLoads:
         request_id = settlement.request_id
         load = self._loads.get(request_id)
         if load is not None and not load.is_broken:
-            if is_alive and load.is_stale(settlement, epochs) and self.whole_requests:
+            is_stale = settlement.asynchronous and bool(settlement.loaded.ranges) and load.epochs != epochs
+            if is_alive and is_stale and self.whole_requests:
                 load.is_broken = load.view.load_broken = True  # vLLM takes no word of it any more
-            elif is_alive and load.is_stale(settlement, epochs):
+            elif is_alive and is_stale:
                 block_ids = load.job.block_ids if load.job is not None else load.block_ids
                 self.fail(load, UnorderedLoad(request_id, block_ids, synchronous=True))
             else:

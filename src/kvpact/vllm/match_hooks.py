@@ -5,26 +5,28 @@ Owns no state. Both forms go to the same methods of `SchedulerSide`; a request's
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
+from kvpact.errors import ConfigError
 from kvpact.vllm.guard import Guard, guarded
 
 if TYPE_CHECKING:
     from kvpact.vllm.scheduler_side import SchedulerSide
-
-_NO_MATCH: Final = ExternalKVMatch(0)
 
 
 class MatchHooks:
     """The hooks of the scheduler's half, between a request's arrival and the end of the step that admits it."""
 
     guard: Guard
+    _scheduler: SchedulerSide | None
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """The half in the scheduler's process."""
-        raise NotImplementedError
+        """The half in the scheduler's process. Raises ConfigError on a worker's half."""
+        if self._scheduler is None:
+            raise ConfigError("a scheduler's hook was called on the worker's half of the connector")
+        return self._scheduler
 
     # The tuple API
 
@@ -45,7 +47,7 @@ class MatchHooks:
         """The engine's scheduler speaks the pact: `kvpact.vllm.scheduler` says so when it begins."""
         self.scheduler_side.speaks_the_pact = True
 
-    @guarded(lambda: _NO_MATCH)
+    @guarded(lambda: ExternalKVMatch(0))
     def prepare_external_match(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """Prepare a match."""
         return self.scheduler_side.prepare(request, num_computed_tokens)

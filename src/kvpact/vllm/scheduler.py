@@ -25,14 +25,31 @@ from kvpact.vllm.hit_accounting import StepHits
 from kvpact.vllm.step_hook import split_report
 
 
-class _CountsWhatWasUsed:
-    """Adds `take_hit_corrections() -> (tokens, tokens after a preemption)` of kvpact's connector to the statistics.
+class _SpeaksThePact:
+    """vLLM's scheduler with the ends of matches, and requests that begin again: both do nothing for other connectors.
 
-    A load's tokens are subtracted in the step that admits it and added again as they are used, so that no step's count
-    is negative.
+    To the statistics it adds `take_hit_corrections() -> (tokens, tokens after a preemption)` of kvpact's connector: a
+    load's tokens are subtracted in the step that admits it and added again as they are used, so that no step's count is
+    negative.
     """
 
     connector: Any
+    requests: Any
+    connector_prefix_cache_stats: Any
+    max_num_scheduled_tokens: int
+    _spared = 0
+    """Tokens that steps skipped since the last `schedule`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._step_hits = StepHits()
+        self.exits = EngineExits(self)
+        self.restarts = Restarts(self)
+        for each in connectors_of(self.connector):
+            if (bound := getattr(each, "pact_scheduler_bound", None)) is not None:
+                bound()
+        room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
+        self._spare_room = max(0, room - self.max_num_scheduled_tokens)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's statistics of a step, corrected."""
@@ -46,57 +63,17 @@ class _CountsWhatWasUsed:
             set_hit_sources(counted, partial(self.connector.get_external_cache_hit_sources, None))
         return stats
 
-
-class _BeginsAgain(_CountsWhatWasUsed):
-    """Begins requests again whose steps relied on blocks that were not loaded, for a connector that takes part."""
-
-    restarts: Restarts | None = None
-
     def _update_after_schedule(self, *args: Any, **kwargs: Any) -> None:
         super()._update_after_schedule(*args, **kwargs)  # type: ignore[misc]
-        if self.restarts is not None:
-            self.restarts.step_begins()
+        self.restarts.step_begins()
 
     def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.restarts is not None:
-            self.restarts.note_left(request.request_id)
+        self.restarts.note_left(request.request_id)
         return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
-
-    def _handle_invalid_blocks(self, invalid_block_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        again = self.restarts.begin_again(invalid_block_ids) if self.restarts is not None else set()
-        if self.restarts is not None and self.restarts.several:
-            return again
-        return again | super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)  # type: ignore[misc]
-
-
-class _SpeaksThePact(_BeginsAgain):
-    """vLLM's scheduler with `EngineExits`, which is None where no connector speaks the pact."""
-
-    exits: EngineExits | None = None
-    requests: Any
-    connector_prefix_cache_stats: Any
-    max_num_scheduled_tokens: int
-    _spare_room = 0
-    _spared = 0
-    """Tokens that steps skipped since the last `schedule`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._step_hits = StepHits()
-        if self.connector is not None:
-            exits = EngineExits(self)
-            self.exits = exits if exits.trackers else None
-            self.restarts = Restarts(self)
-            for each in connectors_of(self.connector):
-                if (bound := getattr(each, "pact_scheduler_bound", None)) is not None:
-                    bound()
-            room: int = self.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
-            self._spare_room = max(0, room - self.max_num_scheduled_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Decide the next step."""
-        if self.exits is not None:
-            self.exits.throttled = True in args or True in kwargs.values()
+        self.exits.throttled = True in args or True in kwargs.values()
         if self._spare_room:
             return self._schedule_more(*args, **kwargs)
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -114,8 +91,7 @@ class _SpeaksThePact(_BeginsAgain):
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
         self._step_hits.scheduled(scheduler_output, self.requests)
-        if self.exits is not None:
-            self.exits.end_step(scheduler_output)
+        self.exits.end_step(scheduler_output)
         return super()._build_kv_connector_meta(connector, scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -123,10 +99,9 @@ class _SpeaksThePact(_BeginsAgain):
 
         Releases from 0.33 on may commit loads here.
         """
-        if self.exits is not None and self.restarts is not None:
-            self.restarts.refused = self.exits.refused_in(scheduler_output)
-            if self.restarts.refused:
-                add_invalid_blocks(model_runner_output, self.restarts.refused)
+        self.restarts.refused = self.exits.refused_in(scheduler_output)
+        if self.restarts.refused:
+            add_invalid_blocks(model_runner_output, self.restarts.refused)
         hits = split_report(model_runner_output)
         self._spared += sum(hits.values())
         counted, connector = self.connector_prefix_cache_stats, self.connector
@@ -134,54 +109,50 @@ class _SpeaksThePact(_BeginsAgain):
         if not invalid_blocks(model_runner_output):
             self._count_hits()
         results = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        if self.restarts is not None:
-            self.restarts.step_ends()
-        if self.exits is not None:
-            self.exits.step_ended(scheduler_output)
+        self.restarts.step_ends()
+        self.exits.step_ended(scheduler_output)
         return results
 
-    def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        again = super()._handle_invalid_blocks(*args, **kwargs)
+    def _handle_invalid_blocks(self, invalid_block_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        again = self.restarts.begin_again(invalid_block_ids)
+        if not self.restarts.several:
+            again |= super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)  # type: ignore[misc]
         self._step_hits.begin_again(again)
         self._count_hits()
         return again
 
     def _try_schedule_encoder_inputs(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._try_schedule_encoder_inputs(request, *args, **kwargs)  # type: ignore[misc]
-        if self.exits is not None and found[1] == 0:
+        if found[1] == 0:
             self.exits.note(request, ExternalMatchExit.ENCODER)
         return found
 
     def _ec_transfer_pending(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         pending = super()._ec_transfer_pending(request, *args, **kwargs)  # type: ignore[misc]
-        if pending and self.exits is not None:
+        if pending:
             self.exits.note(request, ExternalMatchExit.ENCODER)
         return pending
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """End requests from outside."""
-        if self.exits is not None:
-            request_ids = request_ids if request_ids is None or isinstance(request_ids, str) else [*request_ids]
-            self.exits.finish(request_ids)
+        request_ids = request_ids if request_ids is None or isinstance(request_ids, str) else [*request_ids]
+        self.exits.finish(request_ids)
         return super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Drop what vLLM holds published."""
-        if self.exits is not None:
-            self.exits.reset()
+        self.exits.reset()
         return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> Any:
         """The engine ends, for whatever reason."""
-        if self.exits is not None:
-            self.exits.finish(None)
+        self.exits.finish(None)
         return super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
     def set_pause_state(self, *args: Any, **kwargs: Any) -> Any:
         """Pause or go on."""
         result = super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
-        if self.exits is not None:
-            self.exits.pause_changed()
+        self.exits.pause_changed()
         return result
 
 

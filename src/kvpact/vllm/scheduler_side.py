@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from kvpact.cache.budget import Turn
@@ -18,20 +21,21 @@ from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, S
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
-from kvpact.vllm.checks import check_classes
-from kvpact.vllm.compat.configuration import runs_second_runner
+from kvpact.vllm.base_weights import base_weights
+from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, require_no_restarts
+from kvpact.vllm.compat.configuration import replica_number, runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
-from kvpact.vllm.computed import note_computed, required
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_groups, require_groups
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import HitCredit
+from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
 from kvpact.vllm.messages import PactMetadata
-from kvpact.vllm.mounting import block_size_of, mount, require_all_ranks, require_hooks, require_no_restarts
 from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
+from kvpact.vllm.worker_identity import facts_of_slots
 from kvpact.wire import StepMessage, WorkerHandshake
 
 NO_MATCH: Final = ExternalKVMatch(0)
@@ -48,7 +52,8 @@ class SchedulerSide:
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics, self._budget = metrics, guard.budget
-        self._block_size = block_size_of(vllm_config, groups)
+        self._block_size = groups.groups.block_size if groups.several else int(vllm_config.cache_config.block_size)
+        """Tokens in a block of the chain."""
         self._identities = RequestIdentities(vllm_config)
         self.mounted: MountedCache | None = None
         self.spoilt: set[int] = set()
@@ -60,7 +65,6 @@ class SchedulerSide:
         self._late = LateLoads()
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
-        self._ranks = 0
         self._stats: StatsCollector | None = None
         self.speaks_the_pact = False
         """Whether the engine's scheduler says what becomes of each match, and begins requests again whose steps relied
@@ -79,7 +83,7 @@ class SchedulerSide:
         A tier that cannot be opened is left out with one message; the engine serves on without it. vLLM may repeat this
         call whenever it wakes: the same memory is attached once, and for other memory a new cache begins.
         """
-        self._ranks, hellos = require_all_ranks(self._vllm_config, hellos)
+        hellos = require_all_ranks(self._vllm_config, hellos)
         if self.mounted is not None and self.mounted.segments == [hello.segment for hello in hellos]:
             return
         require_hooks(self._config, hellos)
@@ -87,12 +91,28 @@ class SchedulerSide:
         if not self.speaks_the_pact:
             require_no_restarts(self._config, self._vllm_config, self._groups)
         self._end_cache()
-        shared = self._identities.adapters, self._seal, self._metrics, self._budget
-        self.mounted = mount(self._vllm_config, self._config, hellos, self._groups, *shared)
+        self.mounted = self._mount(hellos)
         require_groups(self.mounted.cache, self._groups)
         self._stats = StatsCollector(self.mounted.opened.observe)
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
+
+    def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:
+        config, vllm_config, groups = self._config, self._vllm_config, self._groups
+        with_slots = sum(hello.slots_of is None for hello in hellos)
+        return MountedCache(
+            config,
+            hellos,
+            engine_namespace(vllm_config, facts_of_slots(hellos), len(hellos) // with_slots, groups),
+            base_weights(vllm_config, config.model_id) if config.tiers else None,
+            self._identities.adapters,
+            seal=self._seal,
+            block_size=self._block_size,
+            metrics=self._metrics,
+            budget=self._budget,
+            groups=groups.groups if groups.several or groups.groups.tokens_ahead else None,
+            replica=replica_number(vllm_config.parallel_config),
+        )
 
     def bind_scheduler_context(self, offered: Any) -> None:
         """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
@@ -238,7 +258,7 @@ class SchedulerSide:
         if scheduled:
             mounted.weights.engine_computes()
         mounted.use_late_tiers()
-        note_computed(mounted.cache, scheduler_output, self._requests, self._loads, self.context)
+        self._note_computed(mounted.cache, scheduler_output)
         if mounted.step_lookup is not None:
             self._look_up(scheduler_output, mounted.step_lookup)
         work = mounted.cache.end_step()
@@ -255,6 +275,32 @@ class SchedulerSide:
         )
         self._loads.end_step()
         return metadata
+
+    def _note_computed(self, cache: ExternalCache, scheduler_output: Any) -> None:
+        """Tell the cache what the step computes, and in which blocks.
+
+        A request whose load failed, of which the engine has not heard yet, is left out. One of which the engine can
+        hear nothing more goes on over blocks that are not its own: what it leaves in the engine's prefix cache is taken
+        out.
+        """
+        computed, context = {}, self.context
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            view = self._requests.get(request_id)
+            if view is not None and not self._loads.is_distrusted(request_id):
+                computed[request_id] = view.request.num_computed_tokens + num_tokens
+            elif view is not None and self._loads.whole_requests and context is not None:
+                context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
+        with context.saving(scheduler_output, computed) if context is not None else nullcontext():
+            for request_id, num_tokens in computed.items():
+                cache.note_computed(self._requests[request_id], num_tokens, partial(self._chain_of, request_id))
+
+    def _chain_of(self, request_id: str) -> Sequence[int]:
+        return self._required_context().chain_of(request_id)
+
+    def _required_context(self) -> VllmContext:
+        if self.context is None:
+            raise PactViolation("vLLM computes requests before it offered its block pool to the connector")
+        return self.context
 
     def wake_tiers(self) -> None:
         """The step is over: the tiers' threads begin its work. In the middle of the step they would take its core."""
@@ -279,12 +325,12 @@ class SchedulerSide:
         """Cancel what the cache was about to order when `end_step` raised: sent later, it would write to other
         blocks."""
         if self.mounted is not None:
-            self.mounted.cache.abandon_step(self._ranks)
+            self.mounted.cache.abandon_step(len(self.mounted.segments))
 
     def _block_ids_or_none(self, request_id: str) -> Sequence[int]:
         """A request's blocks, of the first group; none if it has none, or has ended."""
         try:
-            return required(self.context).get_block_ids(request_id)[0]
+            return self._required_context().get_block_ids(request_id)[0]
         except (PactViolation, KeyError, ValueError):
             return ()
 

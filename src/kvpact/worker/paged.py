@@ -155,9 +155,12 @@ class PagedKV:
         groups: list[range] = []
         borders = [0]
         for names in _names_by_group(pages, cache_groups):
-            distinct = _Distinct(len(layers))
-            layer_index |= {name: distinct.number_of(pages[name]) for name in names}
-            layers += distinct.layers
+            for name in names:
+                known = range(borders[-1], len(layers))
+                same = (number for number in known if _is_same_memory(pages[name], layers[number]))
+                layer_index[name] = number = next(same, len(layers))
+                if number == len(layers):
+                    layers.append(pages[name])
             borders.append(len(layers))
             own = range(borders[-2], borders[-1])
             groups += join_adjacent(layers, own, -(-len(own) // GROUPS))
@@ -218,22 +221,6 @@ class PagedKV:
         layers = self.layers[group.start : group.stop]
         page_bytes = sum(layer.chunk_bytes for layer in layers)
         return layers[0] if len(layers) == 1 else replace(layers[0], chunk_bytes=page_bytes, chunk_stride=page_bytes)
-
-
-class _Distinct:
-    """The layers of one KV cache group, those at the same addresses once; numbered from `first` on."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first
-        self.layers: list[PagedLayer] = []
-
-    def number_of(self, layer: PagedLayer) -> int:
-        """Take in the layer of a name, and return its number."""
-        for number, other in enumerate(self.layers):
-            if _is_same_memory(layer, other):
-                return self._first + number
-        self.layers.append(layer)
-        return self._first + len(self.layers) - 1
 
 
 def _is_same_memory(layer: PagedLayer, other: PagedLayer) -> bool:

@@ -28,7 +28,6 @@ from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
-from kvpact.worker.copy.base import TransferEngine
 from kvpact.worker.jobs import EndedLoads, RankJobs
 from kvpact.worker.kv_memory import KVMemory
 from kvpact.worker.paged import PagedKV
@@ -94,7 +93,15 @@ class CacheWorker(ExternalCacheWorker):
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
         engine = transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers)
-        transfers = _transfers_by(engine, paged, self.place.rank, self._config)
+        transfers = RankTransfers(
+            engine,
+            paged.layer_index,
+            self.place.rank,
+            time.monotonic,
+            layerwise=self._config.layerwise,
+            timeout=self._config.load_deadline,
+            cache_groups=paged.cache_groups,
+        )
         self.memory = KVMemory(kv_caches, paged, transfers, self.jobs)
 
     @property
@@ -356,15 +363,3 @@ class CacheWorker(ExternalCacheWorker):
         self.notices = self.adapters = None
         if self._segment is not None:
             self._segment.close()
-
-
-def _transfers_by(engine: TransferEngine, paged: PagedKV, rank: int, config: KvpactConfig) -> RankTransfers:
-    return RankTransfers(
-        engine,
-        paged.layer_index,
-        rank,
-        time.monotonic,
-        layerwise=config.layerwise,
-        timeout=config.load_deadline,
-        cache_groups=paged.cache_groups,
-    )

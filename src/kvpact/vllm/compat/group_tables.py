@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from kvpact.identity.groups import GroupKind, GroupSet
-
-
-class _Tables(Protocol):
-    def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
-        """See `BlockTables`."""
+from kvpact.vllm.compat.scheduler import BlockTables
 
 
 class StateBlocks:
@@ -46,7 +42,7 @@ class StateBlocks:
         )
 
     @contextmanager
-    def saving(self, scheduler_output: Any, computed: Mapping[str, int], tables: _Tables) -> Iterator[None]:
+    def saving(self, scheduler_output: Any, computed: Mapping[str, int], tables: BlockTables) -> Iterator[None]:
         """Within, only the states that this step leaves at the end of blocks are shown."""
         if self._sizes:
             self._kept = self._find(scheduler_output, computed, tables)
@@ -56,7 +52,7 @@ class StateBlocks:
             self._kept = None
 
     def _find(
-        self, scheduler_output: Any, computed: Mapping[str, int], tables: _Tables
+        self, scheduler_output: Any, computed: Mapping[str, int], tables: BlockTables
     ) -> dict[str, dict[int, dict[int, int]]]:
         found: dict[str, dict[int, dict[int, int]]] = {}
         for request_id, number, block, tokens in self._states(scheduler_output, computed, tables):
@@ -66,7 +62,7 @@ class StateBlocks:
         return found
 
     def _states(
-        self, scheduler_output: Any, computed: Mapping[str, int], tables: _Tables
+        self, scheduler_output: Any, computed: Mapping[str, int], tables: BlockTables
     ) -> Iterator[tuple[str, int, int, int]]:
         """Request, group, block, and the tokens whose state the block holds after the step."""
         offered = getattr(scheduler_output, "kv_connector_block_state", None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.releases import SERIES, is_known
-from kvpact.vllm.compat.uses import USES, Use, exists, find
+from kvpact.vllm.compat.uses import USES, Use, find
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _untested(release: str) -> str:
 def _concerns(use: Use, vllm_config: Any, kv_cache_config: Any) -> bool:
     if use.in_workers and use.place.partition(":")[0] not in sys.modules:
         return False
-    if use.given and not exists(use.given):
+    if use.given and find(use.given) is None:
         return False
     try:
         return use.when(vllm_config, kv_cache_config)

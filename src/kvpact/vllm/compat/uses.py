@@ -6,7 +6,7 @@ Owns the table; `kvpact.vllm.compat.shape` looks at a release with it. Imports n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from typing import Any, Final
 
@@ -51,7 +51,7 @@ def _has_quantized_kv(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 def reports_blocks_only(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether failed loads can be reported by their blocks alone."""
-    return not exists(RESULTS)
+    return find(RESULTS) is None
 
 
 def _has_our_worker(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -62,7 +62,7 @@ def _has_several_engines(vllm_config: Any, kv_cache_config: Any) -> bool:
     return int(vllm_config.parallel_config.data_parallel_size) > 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Use:
     """What kvpact uses of one class, or of one module."""
 
@@ -70,6 +70,7 @@ class Use:
     """`module:Class`, or `module:` for the module itself."""
     names: str
     """Members, separated by spaces; `a|b` means one of the two, `a(2)` a method called with two arguments."""
+    _: KW_ONLY
     without: str = ""
     """What does not work without them; empty: nothing would, or wrongly."""
     when: When = _always
@@ -83,7 +84,9 @@ class Use:
 
 
 BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+CONNECTOR: Final = f"{BASE}:KVConnectorBase_V1"
 OUTPUT: Final = "vllm.v1.core.sched.output"
+LAYERS: Final = "vllm.model_executor.layers"
 SPECS: Final = "vllm.v1.kv_cache_interface"
 RESULTS: Final = f"{BASE}:KVConnectorTransferResults"
 MANAGER: Final = "vllm.v1.core.kv_cache_manager:KVCacheManager"
@@ -92,8 +95,8 @@ WEIGHTS: Final = "the notice that weights change through {} (call kvpact_weights
 USES: tuple[Use, ...] = (
     # What vLLM calls. A hook that it does not call any more would be missed silently.
     Use(
-        place=f"{BASE}:KVConnectorBase_V1",
-        names="on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta "
+        CONNECTOR,
+        "on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta "
         "update_connector_output request_finished has_pending_push_work reset_cache shutdown "
         "bind_kv_cache_manager|bind_gpu_block_pool "
         "set_xfer_handshake_metadata_pp_aware|set_xfer_handshake_metadata "
@@ -102,146 +105,120 @@ USES: tuple[Use, ...] = (
         "build_connector_worker_meta",
         is_hook=True,
     ),
-    Use(place=f"{BASE}:KVConnectorBase_V1", names="get_transfer_results", given=RESULTS, is_hook=True),
-    Use(place=f"{BASE}:KVConnectorBase_V1", names="get_finished", is_hook=True, when=reports_blocks_only),
-    Use(place=f"{BASE}:SupportsHMA", names="request_finished_all_groups", when=_has_several_groups, is_hook=True),
+    Use(CONNECTOR, "get_transfer_results", given=RESULTS, is_hook=True),
+    Use(CONNECTOR, "get_finished", is_hook=True, when=reports_blocks_only),
+    Use(f"{BASE}:SupportsHMA", "request_finished_all_groups", when=_has_several_groups, is_hook=True),
     Use(
-        place=f"{BASE}:KVConnectorBase_V1",
-        names="get_kv_connector_stats build_kv_connector_stats build_prom_metrics",
+        CONNECTOR,
+        "get_kv_connector_stats build_kv_connector_stats build_prom_metrics",
         without="kvpact's metrics on vLLM's endpoint",
         is_hook=True,
     ),
-    Use(
-        place=f"{BASE}:KVConnectorBase_V1",
-        names="get_required_kvcache_layout",
-        without='kv_layout="blocks"',
-        is_hook=True,
-    ),
+    Use(CONNECTOR, "get_required_kvcache_layout", without='kv_layout="blocks"', is_hook=True),
     # What is inherited, and what is sent and returned.
-    Use(place=f"{BASE}:KVConnectorBase_V1", names="_get_connector_metadata _vllm_config _kv_transfer_config"),
+    Use(CONNECTOR, "_get_connector_metadata _vllm_config _kv_transfer_config"),
     Use(
-        place=f"{BASE}:",
-        names="KVConnectorMetadata KVConnectorHandshakeMetadata KVConnectorWorkerMetadata KVConnectorRole SupportsHMA",
+        f"{BASE}:",
+        "KVConnectorMetadata KVConnectorHandshakeMetadata KVConnectorWorkerMetadata KVConnectorRole SupportsHMA",
     ),
-    Use(place=f"{BASE}:KVConnectorRole", names="SCHEDULER WORKER"),
-    Use(place=f"{BASE}:KVConnectorWorkerMetadata", names="aggregate"),
-    Use(place="vllm.distributed.kv_transfer.kv_connector.v1.metrics:", names="KVConnectorStats KVConnectorPromMetrics"),
-    Use(place=RESULTS, names="finished_recving failed_recving", given=RESULTS),
-    Use(place="vllm.v1.outputs:KVConnectorOutput", names="kv_connector_worker_meta invalid_block_ids"),
-    Use(place="vllm.v1.outputs:KVConnectorOutput", names="failed_recving", given=RESULTS),
+    Use(f"{BASE}:KVConnectorRole", "SCHEDULER WORKER"),
+    Use(f"{BASE}:KVConnectorWorkerMetadata", "aggregate"),
+    Use("vllm.distributed.kv_transfer.kv_connector.v1.metrics:", "KVConnectorStats KVConnectorPromMetrics"),
+    Use(RESULTS, "finished_recving failed_recving", given=RESULTS),
+    Use("vllm.v1.outputs:KVConnectorOutput", "kv_connector_worker_meta invalid_block_ids"),
+    Use("vllm.v1.outputs:KVConnectorOutput", "failed_recving", given=RESULTS),
     Use(
-        place=f"{BASE}:",
-        names="KVConnectorTransferResults",
+        f"{BASE}:",
+        "KVConnectorTransferResults",
         without="asynchronous loads, and states of state-space layers",
         when=_has_several_groups,
     ),
     # The steps, and the requests.
     Use(
-        place=f"{OUTPUT}:SchedulerOutput",
-        names="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids preempted_req_ids "
+        f"{OUTPUT}:SchedulerOutput",
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids preempted_req_ids "
         "kv_connector_metadata",
     ),
+    Use(f"{OUTPUT}:SchedulerOutput", "kv_connector_block_state", when=_has_states),
+    Use(f"{OUTPUT}:KVConnectorBlockState", "boundary_state_offloads", when=_has_states),
     Use(
-        place=f"{OUTPUT}:SchedulerOutput",
-        names="kv_connector_block_state",
-        when=_has_states,
-    ),
-    Use(place=f"{OUTPUT}:KVConnectorBlockState", names="boundary_state_offloads", when=_has_states),
-    Use(
-        place="vllm.v1.request:Request",
-        names="request_id all_token_ids num_computed_tokens num_preemptions prefill_stats skip_reading_prefix_cache "
+        "vllm.v1.request:Request",
+        "request_id all_token_ids num_computed_tokens num_preemptions prefill_stats skip_reading_prefix_cache "
         "mm_features lora_request cache_salt prompt_embeds prompt_is_token_ids pooling_params status is_finished(0)",
     ),
     Use(
-        place="vllm.v1.request:RequestStatus",
-        names="WAITING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR PREEMPTED",
+        "vllm.v1.request:RequestStatus",
+        "WAITING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR PREEMPTED",
         without="the list of waiting requests of kvpact.vllm.scheduler_context",
     ),
     Use(
-        place="vllm.v1.metrics.stats:PrefillStats",
-        names="num_cached_tokens num_external_cached_tokens num_computed_tokens num_cache_creation_tokens",
+        "vllm.v1.metrics.stats:PrefillStats",
+        "num_cached_tokens num_external_cached_tokens num_computed_tokens num_cache_creation_tokens",
     ),
-    Use(
-        place="vllm.lora.request:LoRARequest",
-        names="lora_int_id lora_path load_inplace is_3d_lora_weight",
-        when=_has_adapters,
-    ),
+    Use("vllm.lora.request:LoRARequest", "lora_int_id lora_path load_inplace is_3d_lora_weight", when=_has_adapters),
     # The blocks.
-    Use(place=MANAGER, names="block_pool num_kv_cache_groups get_block_ids(1)", given=MANAGER),
-    Use(place="vllm.v1.core.kv_cache_manager:KVCacheBlocks", names="get_block_ids(0)"),
+    Use(MANAGER, "block_pool num_kv_cache_groups get_block_ids(1)", given=MANAGER),
+    Use("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "get_block_ids(0)"),
     Use(
-        place="vllm.v1.core.block_pool:BlockPool",
-        names="blocks null_block free_block_queue touch(1) free_blocks(1) evict_blocks(1)",
+        "vllm.v1.core.block_pool:BlockPool",
+        "blocks null_block free_block_queue touch(1) free_blocks(1) evict_blocks(1)",
     ),
-    Use(place="vllm.v1.core.kv_cache_utils:", names="get_group_id(1)"),
-    Use(place="vllm.v1.core.kv_cache_utils:KVCacheBlock", names="block_id ref_cnt block_hash is_null"),
+    Use("vllm.v1.core.kv_cache_utils:", "get_group_id(1)"),
+    Use("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id ref_cnt block_hash is_null"),
     Use(
-        place="vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue",
-        names="iter_blocks_after(1) remove(1) prepend_n(1)",
+        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue",
+        "iter_blocks_after(1) remove(1) prepend_n(1)",
         without='"save": "lazy", and blocks of windows that leave the engine first',
     ),
-    Use(place=f"{SPECS}:KVCacheConfig", names="num_blocks kv_cache_groups"),
-    Use(place=f"{SPECS}:KVCacheConfig", names="cache_hit_alignment_tokens", when=_has_several_groups),
-    Use(place=f"{SPECS}:KVCacheConfig", names="kv_tp_replicas", when=_has_latents),
-    Use(
-        place=f"{SPECS}:KVCacheGroupSpec",
-        names="layer_names kv_cache_spec is_eagle_group enable_kv_transfer host_resident",
-    ),
-    Use(place=f"{SPECS}:AttentionSpec", names="block_size num_kv_heads head_size dtype page_size_bytes"),
-    Use(place=f"{SPECS}:SlidingWindowSpec", names="sliding_window extra_retained_tokens", when=_has_several_groups),
-    Use(place=f"{SPECS}:SlidingWindowMLASpec", names="bounded_replay", when=_has_several_groups),
-    Use(place=f"{SPECS}:MambaSpec", names="shapes dtypes mamba_type mamba_cache_mode", when=_has_states),
+    Use(f"{SPECS}:KVCacheConfig", "num_blocks kv_cache_groups"),
+    Use(f"{SPECS}:KVCacheConfig", "cache_hit_alignment_tokens", when=_has_several_groups),
+    Use(f"{SPECS}:KVCacheConfig", "kv_tp_replicas", when=_has_latents),
+    Use(f"{SPECS}:KVCacheGroupSpec", "layer_names kv_cache_spec is_eagle_group enable_kv_transfer host_resident"),
+    Use(f"{SPECS}:AttentionSpec", "block_size num_kv_heads head_size dtype page_size_bytes"),
+    Use(f"{SPECS}:SlidingWindowSpec", "sliding_window extra_retained_tokens", when=_has_several_groups),
+    Use(f"{SPECS}:SlidingWindowMLASpec", "bounded_replay", when=_has_several_groups),
+    Use(f"{SPECS}:MambaSpec", "shapes dtypes mamba_type mamba_cache_mode", when=_has_states),
     # The settings on which promises depend.
     Use(
-        place="vllm.config:VllmConfig",
-        names="kv_transfer_config cache_config model_config parallel_config scheduler_config lora_config load_config "
+        "vllm.config:VllmConfig",
+        "kv_transfer_config cache_config model_config parallel_config scheduler_config lora_config load_config "
         "compilation_config speculative_config ec_transfer_config",
     ),
+    Use("vllm.config:KVTransferConfig", "kv_role kv_load_failure_policy kv_connector_extra_config engine_id"),
+    Use("vllm.config:CacheConfig", "block_size cache_dtype enable_prefix_caching"),
     Use(
-        place="vllm.config:KVTransferConfig",
-        names="kv_role kv_load_failure_policy kv_connector_extra_config engine_id",
-    ),
-    Use(place="vllm.config:CacheConfig", names="block_size cache_dtype enable_prefix_caching"),
-    Use(
-        place="vllm.config:ParallelConfig",
-        names="tensor_parallel_size pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
+        "vllm.config:ParallelConfig",
+        "tensor_parallel_size pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size "
         "worker_cls",
     ),
-    Use(place="vllm.config:ParallelConfig", names="data_parallel_index", when=_has_several_engines),
+    Use("vllm.config:ParallelConfig", "data_parallel_index", when=_has_several_engines),
     Use(
-        place="vllm.config:ParallelConfig",
-        names="enable_eplb",
-        without="telling experts that move between ranks from new weights",
+        "vllm.config:ParallelConfig", "enable_eplb", without="telling experts that move between ranks from new weights"
     ),
-    Use(place="vllm.config:ModelConfig", names="model model_weights dtype quantization hf_config enable_sleep_mode"),
-    Use(place="vllm.config:SchedulerConfig", names="policy"),
-    Use(place="vllm.config:SpeculativeConfig", names="use_eagle(0) draft_model_config"),
-    Use(place="vllm.config:LoRAConfig", names="enable_tower_connector_lora", when=_encodes_with_adapters),
-    Use(place="vllm.config:KernelConfig", names="linear_backend moe_backend", when=_is_quantized),
+    Use("vllm.config:ModelConfig", "model model_weights dtype quantization hf_config enable_sleep_mode"),
+    Use("vllm.config:SchedulerConfig", "policy"),
+    Use("vllm.config:SpeculativeConfig", "use_eagle(0) draft_model_config"),
+    Use("vllm.config:LoRAConfig", "enable_tower_connector_lora", when=_encodes_with_adapters),
+    Use("vllm.config:KernelConfig", "linear_backend moe_backend", when=_is_quantized),
     # The forward pass.
-    Use(place="vllm.forward_context:ForwardContext", names="attn_metadata cudagraph_runtime_mode"),
+    Use("vllm.forward_context:ForwardContext", "attn_metadata cudagraph_runtime_mode"),
     Use(
-        place="vllm.model_executor.layers.attention.attention:Attention",
-        names="kv_cache_dtype get_attn_backend(0)",
+        f"{LAYERS}.attention.attention:Attention",
+        "kv_cache_dtype get_attn_backend(0)",
         without="sharing with other engines",
         in_workers=True,
     ),
     Use(
-        place="vllm.model_executor.layers.attention.attention:set_default_quant_scales",
-        names="_q_scale_float _k_scale_float _v_scale_float",
+        f"{LAYERS}.attention.attention:set_default_quant_scales",
+        "_q_scale_float _k_scale_float _v_scale_float",
         when=_has_quantized_kv,
         in_workers=True,
     ),
-    Use(place="vllm.distributed.parallel_state:", names="get_tp_group(0) get_pp_group(0)"),
-    Use(place="vllm.distributed.kv_transfer:", names="get_kv_transfer_group(0) has_kv_transfer_group(0)"),
-    Use(
-        place="vllm.model_executor.layers.rotary_embedding:",
-        names="_ROPE_DICT",
-        without="sharing with other engines",
-        in_workers=True,
-    ),
+    Use("vllm.distributed.parallel_state:", "get_tp_group(0) get_pp_group(0)"),
+    Use("vllm.distributed.kv_transfer:", "get_kv_transfer_group(0) has_kv_transfer_group(0)"),
+    Use(f"{LAYERS}.rotary_embedding:", "_ROPE_DICT", without="sharing with other engines", in_workers=True),
     *(
-        Use(place=worker, names=names, without=without, when=_has_our_worker, in_workers=True)
+        Use(worker, names, without=without, when=_has_our_worker, in_workers=True)
         for worker in ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker")
         for names, without in (
             ("load_model initialize_from_config(1) execute_model(1) sleep wake_up", ""),
@@ -263,9 +240,4 @@ def find(place: str) -> Any:
     return getattr(found, name, None) if name else found
 
 
-def exists(place: str) -> bool:
-    """Whether it is there."""
-    return find(place) is not None
-
-
-__all__ = ["USES", "Use", "exists", "find", "reports_blocks_only"]
+__all__ = ["USES", "Use", "find", "reports_blocks_only"]

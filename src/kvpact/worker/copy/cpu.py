@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvpact.contract import LoadJob, SaveJob
+from kvpact.contract import SaveJob
 from kvpact.errors import PactViolation
 from kvpact.index.classed_slots import MAX_PLACES
 from kvpact.index.slot_space import EXTENT_SHIFT
@@ -196,13 +196,18 @@ class CpuTransferEngine:
             start_background(f"kvpact-save-{rank}", self._run_saves),
         )
 
-    def load(self, jobs: Sequence[LoadJob]) -> Sequence[CpuTransfer]:
+    def load(self, jobs: Sequence[Job]) -> Sequence[CpuTransfer]:
         """See `TransferEngine`."""
-        return self._submit(jobs)
+        submitted = [CpuTransfer(job, self._changed, self._queue_of(job)) for job in jobs]
+        with self._changed:
+            for transfer in submitted:
+                transfer.queue.append(transfer)
+                if self._closing:
+                    transfer.end(())
+            self._changed.notify_all()
+        return submitted
 
-    def save(self, jobs: Sequence[SaveJob]) -> Sequence[CpuTransfer]:
-        """See `TransferEngine`."""
-        return self._submit(jobs)
+    save = load
 
     def submit_some(self) -> None:
         """See `TransferEngine`. The threads have all jobs already."""
@@ -236,16 +241,6 @@ class CpuTransferEngine:
         for thread in self._threads if ended else ():
             thread.join()
         return ended
-
-    def _submit(self, jobs: Sequence[Job]) -> Sequence[CpuTransfer]:
-        submitted = [CpuTransfer(job, self._changed, self._queue_of(job)) for job in jobs]
-        with self._changed:
-            for transfer in submitted:
-                transfer.queue.append(transfer)
-                if self._closing:
-                    transfer.end(())
-            self._changed.notify_all()
-        return submitted
 
     def _queue_of(self, job: Job) -> list[CpuTransfer]:
         if isinstance(job, SaveJob):

@@ -244,10 +244,8 @@ class DeviceTransferEngine:
                     transfer, PIECE_ENTRIES if entries is None else min(entries - given, PIECE_ENTRIES)
                 )
             except Exception as error:
-                if not self._is_at_rest():
-                    self._lose(error)
+                if not self._fails(transfer, error):
                     break
-                transfer.fail(error)
             if transfer.places is None:
                 queue.waiting.remove(transfer)
         return given
@@ -298,11 +296,7 @@ class DeviceTransferEngine:
         try:
             return transfer.event is None or self._device.is_done(transfer.event)
         except Exception as error:
-            if self._is_at_rest():
-                transfer.fail(error)
-                return True
-            self._lose(error)
-            return False
+            return self._fails(transfer, error)
 
     def _begin_check(self, transfer: DeviceTransfer) -> None:
         """Whether the blocks of a transfer are what their slots are.
@@ -359,10 +353,7 @@ class DeviceTransferEngine:
         try:
             self._device.stream_wait(self._device.current_stream(), transfer.event)
         except Exception as error:
-            if self._is_at_rest():
-                transfer.fail(error)
-            else:
-                self._lose(error)
+            self._fails(transfer, error)
 
     def cancel(self, transfer: DeviceTransfer) -> None:
         """The device gets no more of it, and its blocks may be written by what is computed from now on."""
@@ -371,6 +362,14 @@ class DeviceTransferEngine:
             transfer.failed, transfer.places = range(transfer.position, len(transfer.job.slots)), None
         if isinstance(transfer.job, LoadJob):
             self.order(transfer)
+
+    def _fails(self, transfer: DeviceTransfer, error: Exception) -> bool:
+        """The device has refused a call: the transfer has failed; False if the device is lost, and all have."""
+        if not self._is_at_rest():
+            self._lose(error)
+            return False
+        transfer.fail(error)
+        return True
 
     def _is_at_rest(self) -> bool:
         """Wait until nothing is being copied; returns whether the device could be asked."""

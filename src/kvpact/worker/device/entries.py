@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +41,7 @@ class Entries:
 
     @classmethod
     def joined(cls, parts: Sequence[Entries]) -> Entries:
-        """All of them, in order."""
-        if not parts:
-            return NO_ENTRIES
+        """All of them, one or more, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -52,9 +49,6 @@ class Entries:
             np.concatenate([part.host for part in parts]),
             np.concatenate([part.sizes for part in parts]),
         )
-
-
-NO_ENTRIES: Final = Entries(*(np.empty(0, np.int64) for _ in range(3)))
 
 
 @dataclass(frozen=True, slots=True)

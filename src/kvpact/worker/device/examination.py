@@ -99,18 +99,14 @@ def _copy(engine: DeviceTransferEngine, job: Job) -> None:
 
 def _beside(bench: Bench, engine: DeviceTransferEngine, job: LoadJob) -> float:
     """Seconds of `compute` while a load is under way."""
-
-    def both() -> None:
+    seconds = []
+    for _ in range(bench.rounds):
         (transfer,) = engine.load([job])
         engine.submit_all()
         began = time.perf_counter()
         bench.compute()
         seconds.append(time.perf_counter() - began)
         transfer.wait(len(engine.groups), None)
-
-    seconds: list[float] = []
-    for _ in range(bench.rounds):
-        both()
     return median(seconds)
 
 

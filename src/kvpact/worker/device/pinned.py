@@ -8,7 +8,6 @@ starts with the first ones.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpact.memory.arena import ArenaSegment, SlotClass
+from kvpact.memory.shared_slots import take_turn
 from kvpact.threads import start_background
 from kvpact.units import format_size
 from kvpact.worker.device.base import Device
@@ -141,7 +141,7 @@ class PinnedSlots:
         while not self._ended:
             chunk = self._chunks[self._done]
             self._segment.pages.take(chunk.start, chunk.num_bytes)
-            with _alone(self._segment):
+            with take_turn(self._segment):  # several processes at once can fail (vllm#52296)
                 pinned = self._device.register(self._segment.mapped_at + chunk.start, chunk.num_bytes)
             if pinned:
                 told(chunk.usable)
@@ -177,13 +177,3 @@ def _chunks_of(pieces: SlotClass, chunk_bytes: int) -> Iterator[Chunk]:
     for start in range(0, size, chunk_bytes):
         end = min(size, start + chunk_bytes)
         yield Chunk(pieces.offset + start, end - start, pieces.slots.start + end // pieces.slot_bytes)
-
-
-@contextlib.contextmanager
-def _alone(segment: ArenaSegment) -> Iterator[None]:
-    """One process at a time pins pages of a segment: several at once can fail (vllm#52296)."""
-    fcntl.flock(segment.descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(segment.descriptor, fcntl.LOCK_UN)
