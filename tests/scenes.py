@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from at_the_end import at_the_end
 from kvpact.cache.cache import PactCache
 from kvpact.config import KvpactConfig, load_config
 from kvpact.contract import (
@@ -84,7 +85,10 @@ def content(tokens: Sequence[int], block: int, rank: int = 0, salt: str = "") ->
 
 
 class Scene:
-    """One cache, its arena, its engine memory and its workers; time stands still unless a test moves it."""
+    """One cache, its arena, its engine memory and its workers; time stands still unless a test moves it.
+
+    It is closed with its test.
+    """
 
     def __init__(
         self,
@@ -122,6 +126,9 @@ class Scene:
             self.cache.bind_scheduler_context(self.blocks)
         self._next_block = 1
         self.tables: dict[str, list[int]] = {}
+        self.is_open = True
+        """A test that breaks the cache on purpose says False, for it can be closed no more."""
+        at_the_end(self.close)
 
     # What an engine does
 
@@ -205,11 +212,11 @@ class Scene:
         assert not self.cache.tiers.pending
 
     def close(self) -> None:
-        """End everything; the invariants hold to the last."""
-        self.cache.check()
-        self.cache.shutdown()
-        for segment in self.segments:
-            segment.close()
+        """End everything, once; the invariants hold to the last."""
+        if self.is_open:
+            self.is_open = False
+            self.cache.check()
+            self.cache.shutdown()
 
 
 def done(job: LoadJob | SaveJob) -> JobOutcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -24,11 +24,9 @@ from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, done, failed, open_dis
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
+def scene() -> Scene:
     """Memory only, 16 slots, one rank."""
-    scene = Scene()
-    yield scene
-    scene.close()
+    return Scene()
 
 
 def value(scene: Scene, name: str, label: str = "") -> float:
@@ -91,7 +89,6 @@ def test_two_ranks_must_both_save_before_a_block_is_served() -> None:
     again = SceneRequest("c", tokens(9))
     scene.load(again, scene.prepare(again))
     assert scene.holds_content(again, range(2))
-    scene.close()
 
 
 def test_reset_forgets_everything_and_saves_anew(tmp_path: Path) -> None:
@@ -102,7 +99,6 @@ def test_reset_forgets_everything_and_saves_anew(tmp_path: Path) -> None:
     assert scene.prepare(SceneRequest("b", tokens(17))).num_tokens == 0
     scene.run_cold(SceneRequest("c", tokens(16)))
     assert scene.prepare(SceneRequest("d", tokens(17))).num_tokens == 16
-    scene.close()
 
 
 def test_after_a_restart_the_disk_supplies_what_was_computed(tmp_path: Path) -> None:
@@ -133,7 +129,6 @@ def test_one_read_a_block_however_many_requests_wait_for_it(tmp_path: Path) -> N
     for request in waiting:
         assert scene.prepare(request).num_tokens == 32
     assert value(scene, "read_blocks", "disk") == 8
-    scene.close()
 
 
 def test_memory_smaller_than_the_prompt_serves_the_prefix_that_fits(tmp_path: Path) -> None:
@@ -145,7 +140,6 @@ def test_memory_smaller_than_the_prompt_serves_the_prefix_that_fits(tmp_path: Pa
     assert match.num_tokens == 16
     scene.load(request, match)
     assert scene.holds_content(request, range(4))
-    scene.close()
 
 
 # What separates one request's blocks from another's
@@ -285,7 +279,6 @@ def test_h05_the_smallest_match_is_decided_in_prepare_and_then_kept() -> None:
     (settlement,) = scene.load(request, match, tokens=4)  # the engine may take less; it is loaded all the same
     assert list(settlement.loaded.blocks()) == [0]
     assert scene.holds_content(request, range(1))
-    scene.close()
 
 
 @pytest.mark.parametrize("length", [4, 8, 16, 17, 20, 40])
@@ -312,7 +305,6 @@ def test_h07_a_request_cancelled_while_its_load_runs_keeps_its_slots_until_the_r
     assert value(scene, "leases_held") == 0
     assert value(scene, "used_tokens") == 0
     assert scene.cache.has_pending_work is False
-    scene.close()
 
 
 def test_h08_a_report_said_twice_settles_once(scene: Scene) -> None:
@@ -338,7 +330,6 @@ def test_h09_what_failed_once_is_not_promised_again() -> None:
     assert scene.prepare(request, computed=0).num_tokens == 8
     assert scene.prepare(request, computed=8).num_tokens == 0
     assert scene.prepare(SceneRequest("d", tokens(17))).num_tokens == 16
-    scene.close()
 
 
 @pytest.mark.parametrize("sync_load_budget", [0, 1 << 30], ids=["asynchronous", "synchronous"])
@@ -354,7 +345,6 @@ def test_h09_what_a_reset_made_fail_is_not_promised_again_in_the_new_epoch(sync_
     scene.run_cold(SceneRequest("c", tokens(16)))
     assert scene.prepare(request).num_tokens == 4
     assert scene.prepare(SceneRequest("d", tokens(17))).num_tokens == 16
-    scene.close()
 
 
 class SlowTier(DiskTier):
@@ -409,7 +399,6 @@ def test_h10_a_tier_that_hangs_costs_a_request_its_deadline_and_no_more(tmp_path
     gate.set()
     scene.settle_tiers()
     assert scene.prepare(request).num_tokens == 32  # what came late is there for whoever asks next
-    scene.close()
 
 
 def test_p11_what_a_request_has_waited_before_it_was_asked_for_counts(tmp_path: Path) -> None:
@@ -427,7 +416,6 @@ def test_p11_what_a_request_has_waited_before_it_was_asked_for_counts(tmp_path: 
     assert scene.cache.prepare_external_match(request, 0) == ExternalKVMatch(0)
     gate.set()
     scene.settle_tiers()
-    scene.close()
 
 
 def test_h10_a_deadline_keeps_what_has_arrived(tmp_path: Path) -> None:
@@ -446,7 +434,6 @@ def test_h10_a_deadline_keeps_what_has_arrived(tmp_path: Path) -> None:
     assert scene.holds_content(request, range(3))
     gate.set()
     scene.settle_tiers()
-    scene.close()
 
 
 def _chain(length: int) -> list[BlockKey]:
@@ -470,7 +457,6 @@ def test_h20_only_the_unbroken_prefix_counts(tmp_path: Path) -> None:
     assert match.num_tokens == 8
     scene.load(request, match)
     assert scene.holds_content(request, range(2))
-    scene.close()
 
 
 def test_h21_slots_of_a_late_read_are_not_reused_before_it_ended(tmp_path: Path) -> None:
@@ -500,7 +486,6 @@ def test_h21_slots_of_a_late_read_are_not_reused_before_it_ended(tmp_path: Path)
     again = SceneRequest("e", tokens(33, seed=4))
     scene.load(again, scene.prepare(again))
     assert scene.holds_content(again, range(8))
-    scene.close()
 
 
 def test_h26_a_failed_save_is_never_visible(scene: Scene, tmp_path: Path) -> None:
@@ -581,7 +566,6 @@ def test_h29_a_load_in_flight_is_neither_counted_nor_served_nor_saved() -> None:
     scene.report(scene.cache.end_step())
     again = SceneRequest("d", tokens(25))
     assert scene.prepare(again).num_tokens == 24
-    scene.close()
 
 
 def test_h29_what_a_tier_is_still_reading_is_promised_to_nobody(tmp_path: Path) -> None:
@@ -606,7 +590,6 @@ def test_h29_what_a_tier_is_still_reading_is_promised_to_nobody(tmp_path: Path) 
     assert match.num_tokens == 32
     scene.load(again, match)
     assert scene.holds_content(again, range(8))
-    scene.close()
 
 
 def test_h31_a_job_that_nobody_reports_is_not_loaded(scene: Scene) -> None:
@@ -647,7 +630,6 @@ def test_p11_a_request_that_is_loaded_and_preempted_again_and_again_computes_its
     assert scene.prepare(request).num_tokens == 0
     scene.cache.note_computed(request, 19, lambda: scene.tables["b"])
     assert scene.prepare(request).num_tokens == 16
-    scene.close()
 
 
 def test_h51_nothing_grows_with_the_number_of_requests(scene: Scene) -> None:
@@ -671,7 +653,6 @@ def test_h52_a_write_that_finds_the_queue_full_holds_nothing(tmp_path: Path) -> 
     assert value(scene, "dropped_writes", "disk") > 0
     assert scene.cache.index.pinned_count == 0
     assert scene.cache.index.reservable() == 16
-    scene.close()
 
 
 def test_h53_with_every_slot_in_use_nothing_is_lost() -> None:
@@ -683,7 +664,6 @@ def test_h53_with_every_slot_in_use_nothing_is_lost() -> None:
     assert value(scene, "dropped_blocks") == 4
     scene.load(holder, match)
     assert scene.holds_content(holder, range(4))
-    scene.close()
 
 
 def test_h54_a_full_cache_gives_up_tails_before_heads() -> None:
@@ -691,7 +671,6 @@ def test_h54_a_full_cache_gives_up_tails_before_heads() -> None:
     scene.run_cold(SceneRequest("a", tokens(32)))
     scene.run_cold(SceneRequest("b", tokens(12, seed=2)))
     assert scene.prepare(SceneRequest("c", tokens(33))).num_tokens == 20
-    scene.close()
 
 
 @pytest.mark.parametrize("stuck", ["a read", "a write"])
@@ -829,7 +808,6 @@ def test_h72_a_prompt_without_a_whole_block_or_with_too_few_left_is_too_short() 
     assert scene.prepare(SceneRequest("one of two blocks left", tokens(9)), 4).num_tokens == 0
     assert value(scene, "lookups") == value(scene, "misses", MissReason.TOO_SHORT) == 2
     assert value(scene, "spared_lookups") == 0
-    scene.close()
 
 
 def test_a_blocked_request_that_finds_what_it_missed_first_is_a_hit_too(scene: Scene) -> None:
@@ -869,4 +847,3 @@ def test_only_slots_that_a_device_has_pinned_take_part_in_copies_and_more_with_t
     scene.compute(longer)
     scene.cache.note_computed(longer, 24, lambda: scene.tables["b"])
     assert [save.slots for save in scene.cache.end_step().saves] == [(3, 4)], "of the rank that has pinned fewer"
-    scene.close()

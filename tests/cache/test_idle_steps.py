@@ -105,4 +105,3 @@ def test_h13_h27_a_hook_that_always_fails_costs_no_core_for_ever_and_no_block(jo
     assert not scene.cache.has_pending_work
     if job == "a load":
         assert scene.holds_content(request, range(4))
-    scene.close()

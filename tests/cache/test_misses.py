@@ -175,7 +175,6 @@ def test_h72_each_cause_is_counted_as_itself_and_told(reason: MissReason) -> Non
     line = explain_misses(shot)
     assert f"most misses (1 {reason}) because {MISS_HINTS[reason]}" in line
     advance(scene)
-    scene.close()
 
 
 def test_h72_every_hint_is_its_own_and_names_what_there_is() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -30,11 +29,9 @@ def in_pieces(slots: int = 64, **settings: Any) -> Scene:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
+def scene() -> Scene:
     """Memory for 64 blocks."""
-    scene = in_pieces()
-    yield scene
-    scene.close()
+    return in_pieces()
 
 
 def computed(scene: Scene, request: SceneRequest) -> StepWork:
@@ -97,7 +94,6 @@ def test_many_blocks_that_wait_are_caught_up_with_in_few_steps() -> None:
     assert sizes[1] >= 9 * PIECE
     assert sorted(sizes[1:], reverse=True) == sizes[1:], "the fewer wait, the fewer a step orders"
     assert len(sizes) < 3 * CATCH_UP_STEPS + 10
-    scene.close()
 
 
 def test_blocks_that_another_request_has_saved_meanwhile_are_not_saved_again(scene: Scene) -> None:
@@ -175,7 +171,6 @@ def test_where_memory_is_full_the_rest_is_dropped_and_released() -> None:
     assert sum(len(save.slots) for save in saves) == 10
     assert not scene.blocks.held
     assert scene.cache.observe()[series("dropped_blocks", "")] >= 2
-    scene.close()
 
 
 def test_an_error_in_the_middle_of_a_save_leaves_nothing_held(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

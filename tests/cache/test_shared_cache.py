@@ -526,7 +526,6 @@ def test_p11_what_many_reads_brought_is_taken_in_over_several_steps(make_scene: 
         until(lambda: scene.queues[0].under_way == 0)
     assert steps >= len(requests) / 2
     assert [scene.prepare(request).num_tokens for request in requests] == [16] * len(requests)
-    scene.close()
 
 
 def test_p11_a_late_step_leaves_what_the_store_answered_to_the_next_one(make_scene: Callable[..., Scene]) -> None:
