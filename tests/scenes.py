@@ -150,10 +150,15 @@ class Scene:
 
     def run_cold(self, request: SceneRequest) -> None:
         """Compute the whole request without a load, save it, finish it."""
-        self.compute(request)
-        self.cache.note_computed(request, len(request.token_ids), lambda: self.tables[request.request_id])
-        self.report(self.cache.end_step())
+        self.report(self.step_computing(request))
         self.cache.request_finished(request.request_id)
+
+    def step_computing(self, request: SceneRequest, computed: int | None = None) -> StepWork:
+        """The step that computes the whole request, and says so, or that so many tokens are; nobody reports yet."""
+        self.compute(request)
+        tokens = len(request.token_ids) if computed is None else computed
+        self.cache.note_computed(request, tokens, lambda: self.tables[request.request_id])
+        return self.cache.end_step()
 
     def prepare(self, request: SceneRequest, computed: int = 0, seconds: float = 5.0) -> ExternalKVMatch:
         """Ask until there is an answer; real time passes for the tiers' threads, the scene's clock stands still."""
@@ -170,6 +175,13 @@ class Scene:
         table = self.allocate(request)
         self.cache.commit_external_match(request, match, match.num_tokens if tokens is None else tokens, table)
         return self.report(self.cache.end_step())
+
+    def assert_loads(self, request: SceneRequest, num_tokens: int) -> None:
+        """The request is promised so many tokens, and their blocks hold what they must once they are loaded."""
+        match = self.prepare(request)
+        assert match.num_tokens == num_tokens
+        self.load(request, match)
+        assert self.holds_content(request, range(num_tokens // BLOCK_SIZE))
 
     # What workers do
 

@@ -73,9 +73,7 @@ def test_a_lookup_that_found_no_room_and_then_a_failing_tier_is_one_miss(tmp_pat
     scene = SteppedScene(tmp_path, slots=3)
     scene.only_on_disk(request(3, "first"))
     other = SceneRequest("other", tokens(3 * BLOCK_SIZE + 1, seed=5))
-    scene.compute(other)
-    scene.cache.note_computed(other, len(other.token_ids), lambda: scene.tables["other"])
-    work = scene.cache.end_step()  # all slots are being written to
+    work = scene.step_computing(other)  # all slots are being written to
     blocked = request(3, "blocked")
     assert scene.prepare(blocked).num_tokens == 0
     scene.report(work)

@@ -87,9 +87,7 @@ def test_h62_what_comes_before_a_block_without_a_name_is_served() -> None:
 
 def test_h62_a_request_that_falls_sick_while_it_runs_keeps_what_it_has_stored() -> None:
     scene, request = Scene(), SceneRequest("r", [*HEALTHY])
-    scene.compute(request)
-    scene.cache.note_computed(request, len(HEALTHY), lambda: scene.tables["r"])
-    scene.report(scene.cache.end_step())
+    scene.report(scene.step_computing(request, len(HEALTHY)))
     for _ in range(2):
         request.token_ids += [-1] * BLOCK_SIZE
         scene.allocate(request)
