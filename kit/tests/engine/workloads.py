@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
@@ -100,14 +101,14 @@ def run_with_upheaval(engine: Engine, requests: list[Request], seed: int, *, max
     raise AssertionError(f"still busy after {max_steps} steps: {list(engine.scheduler.requests.values())}")
 
 
-def plain_outputs(seed: int, **arguments: int) -> dict[str, list[int]]:
+def plain_outputs(seed: int, **arguments: Any) -> dict[str, list[int]]:
     """What an engine without a cache, of one rank and one layer, answers to a workload."""
     engine = Engine(EngineConfig(num_blocks=400))
     engine.run(workload(seed, **arguments))
     return outputs_of(engine)
 
 
-def assert_answers_as_without_a_cache(engine: Engine, seed: int, *, upheaval: bool = True, **arguments: int) -> None:
+def assert_answers_as_without_a_cache(engine: Engine, seed: int, *, upheaval: bool = True, **arguments: Any) -> None:
     """Run a workload, in upheaval or not: nobody who stays gets another answer than from an engine without a cache."""
     requests, cancelled = workload(seed, **arguments), set[str]()
     if upheaval:
