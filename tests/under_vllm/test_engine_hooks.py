@@ -80,6 +80,14 @@ def assert_right(engine: PlayedEngine, prompt: list[int], cached_blocks: int | N
         assert played.cached_tokens == cached_blocks * BLOCK
 
 
+def stored(start: Callable[..., PlayedEngine], **settings: Any) -> PlayedEngine:
+    """An engine that has computed and saved `STORED`, and has nothing of it itself."""
+    engine = start(**settings)
+    assert_right(engine, STORED, 0)
+    engine.forget()
+    return engine
+
+
 def test_a_worker_of_another_install_stops_the_start(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     hello = engine.worker.get_handshake_metadata()
@@ -225,9 +233,7 @@ def test_h28_nothing_of_a_failed_load_stays_in_the_engines_prefix_cache(
     cancelled: bool,
     settings: dict[str, Any],
 ) -> None:
-    engine = start(**settings)
-    assert_right(engine, STORED, 0)
-    engine.forget()
+    engine = stored(start, **settings)
     fault = broken(engine)
     victim = engine.add(LONGER)
     while not fault.raised:
@@ -246,9 +252,7 @@ def test_h28_nothing_of_a_failed_load_stays_in_the_engines_prefix_cache(
 def test_h09_h28_a_failed_asynchronous_load_is_recomputed_from_there_and_not_tried_for_ever(
     start: Callable[..., PlayedEngine], first_failed: int, tmp_path: Path
 ) -> None:
-    engine = start(**ASYNCHRONOUS, tiers=[f"disk://{tmp_path}/slab?capacity=1MiB"])
-    assert_right(engine, STORED, 0)
-    engine.forget()
+    engine = stored(start, **ASYNCHRONOUS, tiers=[f"disk://{tmp_path}/slab?capacity=1MiB"])
 
     transfers = part(engine, "transfer")
     whole = transfers.engine
@@ -270,9 +274,7 @@ def test_h09_h28_a_failed_asynchronous_load_is_recomputed_from_there_and_not_tri
 def test_h28_what_failed_to_load_is_gone_everywhere_until_it_is_computed_again(
     start: Callable[..., PlayedEngine], tmp_path: Path
 ) -> None:
-    engine = start(**ASYNCHRONOUS, tiers=[f"disk://{tmp_path}/slab?capacity=1MiB"])
-    assert_right(engine, STORED, 0)
-    engine.forget()
+    engine = stored(start, **ASYNCHRONOUS, tiers=[f"disk://{tmp_path}/slab?capacity=1MiB"])
     fault = break_copies(engine)
     victim = engine.add(STORED)
     while not fault.raised:
@@ -291,12 +293,9 @@ def test_h28_what_failed_to_load_is_gone_everywhere_until_it_is_computed_again(
 def test_h07_h08_a_load_of_a_cancelled_request_keeps_its_blocks_until_it_is_reported_once(
     start: Callable[..., PlayedEngine],
 ) -> None:
-    engine = start(**ASYNCHRONOUS)
-    assert_right(engine, STORED, 0)
-    engine.forget()
-    go_on = threading.Event()
+    engine = stored(start, **ASYNCHRONOUS)
+    go_on, free = threading.Event(), engine.pool.get_num_free_blocks()
     wait_before_loads(engine, go_on)
-    free = engine.pool.get_num_free_blocks()
     victim = engine.add(STORED)
     engine.step()
     engine.cancel(victim)
@@ -313,12 +312,9 @@ def test_h07_h08_a_load_of_a_cancelled_request_keeps_its_blocks_until_it_is_repo
 def test_h07_h13_a_load_that_is_given_up_keeps_its_blocks_until_its_copy_ends(
     start: Callable[..., PlayedEngine],
 ) -> None:
-    engine = start(**ASYNCHRONOUS)
-    assert_right(engine, STORED, 0)
-    engine.forget()
-    go_on = threading.Event()
+    engine = stored(start, **ASYNCHRONOUS)
+    go_on, free = threading.Event(), engine.pool.get_num_free_blocks()
     wait_before_loads(engine, go_on)
-    free = engine.pool.get_num_free_blocks()
     fault = Fault(part(engine, "transfer"), "poll", 1)
     victim = engine.add(STORED)
     while not fault.raised:
@@ -346,9 +342,7 @@ def assert_right_meanwhile(engine: PlayedEngine, prompt: list[int]) -> None:
 def test_h09_a_load_that_fails_every_time_is_tried_once_a_request(
     start: Callable[..., PlayedEngine], broken: Callable[[PlayedEngine], Fault], settings: dict[str, Any]
 ) -> None:
-    engine = start(**settings)
-    assert_right(engine, STORED, 0)
-    engine.forget()
+    engine = stored(start, **settings)
     fault = broken(engine)
     fault.times = 1_000_000
     assert_right(engine, LONGER)
@@ -363,9 +357,7 @@ def test_h09_a_load_that_fails_every_time_is_tried_once_a_request(
 def test_h13_orders_that_cannot_be_encoded_are_a_broken_step_and_hold_nothing(
     start: Callable[..., PlayedEngine], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start(**settings, load_deadline="300ms")
-    assert_right(engine, STORED, 0)
-    engine.forget()
+    engine = stored(start, **settings, load_deadline="300ms")
     encode, refused = PactMetadata.of, 0
 
     def refuse_loads(message: StepMessage) -> PactMetadata:
@@ -489,9 +481,7 @@ def test_h30_what_follows_the_last_whole_block_of_a_load_is_computed(
     start: Callable[..., PlayedEngine], settings: dict[str, Any], same: int
 ) -> None:
     """Prompts part inside a block that is stored whole, for one of them: its end is nobody else's."""
-    engine = start(**settings)
-    assert_right(engine, STORED, 0)
-    engine.forget()
+    engine = stored(start, **settings)
     for tail in (1, BLOCK - same % BLOCK, BLOCK):
         engine.forget()
         prompt = make_prompt(50 + tail, 0, same + tail, stem=STORED[:same])
