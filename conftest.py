@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from at_the_end import end_all
 from kvpact_testkit.demo.engine import CORES
 
 # An example's time says more about a busy machine than about the code; pytest-timeout ends what hangs.
@@ -105,6 +107,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What is loaded is loaded."""
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, Any, Any]:
+    """What the test has opened ends while its fixtures still stand."""
+    try:
+        end_all()
+    finally:
+        ended = yield
+    return ended
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer, Progress, SupportsLocate, Tier, chained, leading
+from kvpact_testkit.sample_blocks import Document, content, empty_buffers, filled_buffers
 
 
 def put_chain(
@@ -33,3 +34,19 @@ def get_chain(
     if isinstance(tier, SupportsLocate):
         tier.locate([*before, *keys])
     return leading(tier.get(keys, buffers, on_progress))
+
+
+def put_document(tier: Tier, wanted: Document, slot_bytes: int, start: int = 0, end: int | None = None) -> int:
+    """Store the blocks of a document; how many are held in a row from `start`."""
+    keys = wanted.keys[start:end]
+    return put_chain(tier, keys, filled_buffers(keys, slot_bytes, 2), wanted.keys[:start])
+
+
+def served_of_document(tier: Tier, wanted: Document, slot_bytes: int, start: int = 0, end: int | None = None) -> int:
+    """How many blocks of a document are served in a row from `start`; each of them is itself."""
+    keys = wanted.keys[start:end]
+    buffers = empty_buffers(len(keys), slot_bytes, 2)
+    arrived = get_chain(tier, keys, buffers, wanted.keys[:start])
+    for key, buffer in zip(keys[:arrived], buffers, strict=False):
+        assert b"".join(buffer) == content(key, slot_bytes)
+    return arrived

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from at_the_end import at_the_end
 from kvpact.cache.cache import PactCache
 from kvpact.config import KvpactConfig, load_config
 from kvpact.contract import (
@@ -84,7 +85,10 @@ def content(tokens: Sequence[int], block: int, rank: int = 0, salt: str = "") ->
 
 
 class Scene:
-    """One cache, its arena, its engine memory and its workers; time stands still unless a test moves it."""
+    """One cache, its arena, its engine memory and its workers; time stands still unless a test moves it.
+
+    It is closed with its test.
+    """
 
     def __init__(
         self,
@@ -122,6 +126,9 @@ class Scene:
             self.cache.bind_scheduler_context(self.blocks)
         self._next_block = 1
         self.tables: dict[str, list[int]] = {}
+        self.is_open = True
+        """A test that breaks the cache on purpose says False, for it can be closed no more."""
+        at_the_end(self.close)
 
     # What an engine does
 
@@ -143,10 +150,15 @@ class Scene:
 
     def run_cold(self, request: SceneRequest) -> None:
         """Compute the whole request without a load, save it, finish it."""
-        self.compute(request)
-        self.cache.note_computed(request, len(request.token_ids), lambda: self.tables[request.request_id])
-        self.report(self.cache.end_step())
+        self.report(self.step_computing(request))
         self.cache.request_finished(request.request_id)
+
+    def step_computing(self, request: SceneRequest, computed: int | None = None) -> StepWork:
+        """The step that computes the whole request, and says so, or that so many tokens are; nobody reports yet."""
+        self.compute(request)
+        tokens = len(request.token_ids) if computed is None else computed
+        self.cache.note_computed(request, tokens, lambda: self.tables[request.request_id])
+        return self.cache.end_step()
 
     def prepare(self, request: SceneRequest, computed: int = 0, seconds: float = 5.0) -> ExternalKVMatch:
         """Ask until there is an answer; real time passes for the tiers' threads, the scene's clock stands still."""
@@ -163,6 +175,13 @@ class Scene:
         table = self.allocate(request)
         self.cache.commit_external_match(request, match, match.num_tokens if tokens is None else tokens, table)
         return self.report(self.cache.end_step())
+
+    def assert_loads(self, request: SceneRequest, num_tokens: int) -> None:
+        """The request is promised so many tokens, and their blocks hold what they must once they are loaded."""
+        match = self.prepare(request)
+        assert match.num_tokens == num_tokens
+        self.load(request, match)
+        assert self.holds_content(request, range(num_tokens // BLOCK_SIZE))
 
     # What workers do
 
@@ -205,11 +224,11 @@ class Scene:
         assert not self.cache.tiers.pending
 
     def close(self) -> None:
-        """End everything; the invariants hold to the last."""
-        self.cache.check()
-        self.cache.shutdown()
-        for segment in self.segments:
-            segment.close()
+        """End everything, once; the invariants hold to the last."""
+        if self.is_open:
+            self.is_open = False
+            self.cache.check()
+            self.cache.shutdown()
 
 
 def done(job: LoadJob | SaveJob) -> JobOutcome:

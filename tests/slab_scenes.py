@@ -8,7 +8,9 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from at_the_end import at_the_end
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import BlockBuffer, Entry, chained, leading
 from kvpact.tiers.disk.slab import Superblock
@@ -67,8 +69,23 @@ def capacity_for(slots: int, slot_bytes: int = SLOT) -> int:
     return capacity
 
 
-def open_tier(directory: Path, slots: int = 64, namespace: Namespace = NAMESPACE, timeout: float = 0.0) -> DiskTier:
-    return DiskTier.open(directory, namespace, SLOT, capacity_for(slots), timeout=timeout)
+def bare_tier(
+    directory: Path, slots: int = 64, namespace: Namespace = NAMESPACE, timeout: float = 0.0, capacity: int = 0
+) -> DiskTier:
+    """With room for `slots` blocks, or for what goes into `capacity`; to be closed, or left to die, by its caller."""
+    return DiskTier.open(directory, namespace, SLOT, capacity or capacity_for(slots), timeout=timeout)
+
+
+def open_tier(directory: Path, slots: int = 64, namespace: Namespace = NAMESPACE, **settings: Any) -> DiskTier:
+    """Like `bare_tier`; it is checked and closed with the test."""
+    return opened(bare_tier(directory, slots, namespace, **settings))
+
+
+def opened(tier: DiskTier) -> DiskTier:
+    """The tier, to be checked and closed with the test."""
+    at_the_end(tier.close)
+    at_the_end(tier.check)
+    return tier
 
 
 def slab_path(directory: Path, namespace: Namespace = NAMESPACE) -> Path:

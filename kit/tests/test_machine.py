@@ -170,9 +170,7 @@ def test_h26_what_another_request_failed_to_load_is_not_promised_anew_to_one_tha
         Call.of("step", times=1),
         Call.of("arrive", prefix=2, shared=44, tail=0, outputs=0, kind=0, priority=0),
         Call.of("arrive", prefix=2, shared=43, tail=12, outputs=0, kind=0, priority=0),
-        Call.of(
-            "misbehave", rank=0, copy_after=0, report_after=0, reports=0, pieces=0, fail_at=0, fail_count=3, load=1
-        ),
+        Call.of("misbehave", rank=0, reports=0, fail_count=3, load=1),
         Call.of("step", times=1),
     ]
     assert perform(SUBJECTS[subject], settings_, calls) is None

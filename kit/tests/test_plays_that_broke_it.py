@@ -33,15 +33,7 @@ def test_h13_what_a_match_needs_is_not_evicted_to_read_the_rest_of_it() -> None:
         Call.of("arrive", prefix=1, shared=29, tail=0, outputs=6, kind=0, priority=0),
         Call.of("step", times=2),
         Call.of(
-            "misbehave",
-            rank=1,
-            copy_after=1,
-            report_after=2,
-            reports=2,
-            pieces=1,
-            fail_at=10,
-            fail_count=1,
-            load=1,
+            "misbehave", rank=1, copy_after=1, report_after=2, reports=2, pieces=1, fail_at=10, fail_count=1, load=1
         ),
         Call.of("step", times=2),
         Call.of("arrive", prefix=2, shared=55, tail=9, outputs=6, kind=0, priority=0),
@@ -70,17 +62,7 @@ def test_h26_an_engine_block_is_known_by_its_group_too() -> None:
     )
     calls = [
         Call.of("arrive", prefix=0, shared=42, tail=2, outputs=3, kind=2, priority=0),
-        Call.of(
-            "misbehave",
-            rank=0,
-            copy_after=0,
-            report_after=0,
-            reports=0,
-            pieces=0,
-            fail_at=0,
-            fail_count=0,
-            load=0,
-        ),
+        Call.of("misbehave", rank=0, reports=0),
         Call.of("step", times=6),
         Call.of("arrive", prefix=0, shared=45, tail=9, outputs=5, kind=0, priority=0),
         Call.of("step", times=5),
@@ -106,17 +88,7 @@ def test_a_request_that_waits_for_its_load_is_given_the_blocks_of_other_chunks()
     )
     calls = [
         Call.of("arrive", prefix=2, shared=8, tail=2, outputs=0, kind=0, priority=0),
-        Call.of(
-            "misbehave",
-            rank=2,
-            copy_after=4,
-            report_after=1,
-            reports=1,
-            pieces=1,
-            fail_at=12,
-            fail_count=2,
-            load=1,
-        ),
+        Call.of("misbehave", rank=2, copy_after=4, report_after=1, pieces=1, fail_at=12, fail_count=2, load=1),
         Call.of("step", times=1),
         Call.of("arrive", prefix=2, shared=25, tail=3, outputs=0, kind=0, priority=0),
         Call.of("arrive", prefix=1, shared=44, tail=0, outputs=0, kind=0, priority=0),
@@ -147,9 +119,7 @@ def test_h13_less_of_a_match_is_read_in_whole_blocks_of_every_group() -> None:
         Call.of("stall", steps=25),
         Call.of("tier_fault", operation=0, fault=0),
         Call.of("step", times=1),
-        Call.of(
-            "misbehave", rank=0, copy_after=0, report_after=0, reports=0, pieces=0, fail_at=0, fail_count=0, load=0
-        ),
+        Call.of("misbehave", rank=0, reports=0),
         Call.of("step", times=8),
         Call.of("arrive", prefix=0, shared=29, tail=2, outputs=5, kind=15, priority=0),
         Call.of("arrive", prefix=0, shared=0, tail=0, outputs=0, kind=0, priority=0),

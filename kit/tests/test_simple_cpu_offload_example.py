@@ -90,6 +90,16 @@ class Engine:
         assert self.vllm.finish(name), self.journal[-20:]
         return self.vllm.observed.committed_tokens(name)
 
+    def begin(self, name: str, tokens: Sequence[int], **settings: Any) -> None:
+        """Add a request, and take its first step."""
+        self.vllm.add(name, tokens, **settings)
+        self.vllm.step()
+
+    def serve_several(self, count: int, blocks: int = 5) -> None:
+        """Run requests of so many blocks to their ends, one after the other."""
+        for number in range(count):
+            self.serve(f"r{number}", prompt(number + 1, blocks))
+
     def forget(self) -> None:
         """Empty vLLM's own prefix cache when all copies have ended."""
         assert self.vllm.drain()
@@ -317,8 +327,7 @@ A = prompt(1, 6)
 def test_a_request_that_is_cancelled_before_it_takes_its_promise_leaves_nothing_held() -> None:
     with engine(max_num_seqs=1) as one:
         one.store(A)
-        one.vllm.add("runs", prompt(2, 1), max_tokens=40)
-        one.vllm.step()
+        one.begin("runs", prompt(2, 1), max_tokens=40)
         one.vllm.add("waits", A)
         assert one.probe("waits") == 6 * BLOCK
         assert one.host.held == 6
@@ -344,8 +353,7 @@ def test_asking_again_holds_nothing_twice_and_another_range_replaces_the_first()
 def test_a_promise_is_held_while_others_fill_host_memory_and_taken_whole() -> None:
     with engine({"num_cpu_blocks": 8}, max_num_seqs=1) as one:
         one.store(A)
-        one.vllm.add("runs", prompt(2, 1), max_tokens=6 * BLOCK)
-        one.vllm.step()
+        one.begin("runs", prompt(2, 1), max_tokens=6 * BLOCK)
         one.vllm.add("waits", A)
         assert one.probe("waits") == 6 * BLOCK
         assert one.vllm.finish("waits")
@@ -426,8 +434,7 @@ def test_a_load_outlives_its_request_and_one_of_the_same_name() -> None:
     with engine() as one:
         one.store(A)
         one.vllm.report_delay = [4]
-        one.vllm.add("name", A)
-        one.vllm.step()
+        one.begin("name", A)
         (load,) = one.offloader.jobs.values()
         one.vllm.abort("name")
         assert [one.context.get_block(block).ref_cnt for block in load.engine_blocks[:6]] == [2] * 6
@@ -479,16 +486,14 @@ def test_one_block_may_be_held_by_a_load_a_save_and_its_request() -> None:
     with engine() as one:
         one.store(A)
         one.vllm.report_delay = [2]
-        one.vllm.add("first", A, max_tokens=30)
-        one.vllm.step()
+        one.begin("first", A, max_tokens=30)
         (load,) = one.offloader.jobs.values()
         one.offloader.reset()  # host memory forgets; the request goes on with what it loads
         while not any(not job.request_id for job in one.offloader.jobs.values()):
             one.vllm.step()
         (save,) = [job for job in one.offloader.jobs.values() if not job.request_id]
         assert {*save.engine_blocks} >= {*load.engine_blocks}
-        one.vllm.add("second", A)
-        one.vllm.step()
+        one.begin("second", A)
         assert max(one.context.get_block(block).ref_cnt for block in save.engine_blocks) == 3
 
 
@@ -508,8 +513,7 @@ def test_a_block_whose_name_the_engine_withdrew_is_not_published() -> None:
     """As vLLM withdraws it when a load into it turns out to have failed."""
     with engine() as one:
         one.vllm.report_delay = [3]
-        one.vllm.add("computes", A, max_tokens=20)
-        one.vllm.step()
+        one.begin("computes", A, max_tokens=20)
         (save,) = one.offloader.jobs.values()
         one.context.evict_published(save.engine_blocks[2:3])
         assert one.vllm.finish()
@@ -524,8 +528,7 @@ def test_a_block_whose_name_the_engine_withdrew_is_not_published() -> None:
 def test_a_rank_that_says_it_twice_is_not_two_ranks() -> None:
     with engine(ranks=2) as one:
         one.vllm.report_delay = [50, 50]
-        one.vllm.add("computes", A)
-        one.vllm.step()
+        one.begin("computes", A)
         (job,) = one.offloader.jobs
         one.offloader.settle({job: {0}}, set())
         one.offloader.settle({job: {0}}, set())
@@ -588,8 +591,7 @@ def test_a_load_that_fails_for_a_request_that_is_gone_harms_no_other() -> None:
         one.vllm.report_delay = [3]
         whole = one.vllm.ranks[0].connector.memory.load
         one.vllm.ranks[0].connector.memory.load = fail
-        one.vllm.add("gone", A)
-        one.vllm.step()
+        one.begin("gone", A)
         one.vllm.abort("gone")
         one.vllm.ranks[0].connector.memory.load = whole
         one.vllm.add("other", A)
@@ -604,8 +606,7 @@ def test_a_load_that_fails_for_a_request_that_is_gone_harms_no_other() -> None:
 def test_after_a_reset_neither_what_is_stored_nor_what_is_being_saved_is_served() -> None:
     with engine() as one:
         one.vllm.report_delay = [5]
-        one.vllm.add("computes", A, max_tokens=20)
-        one.vllm.step()
+        one.begin("computes", A, max_tokens=20)
         assert one.offloader.jobs
         assert one.vllm.connector.reset_cache()
         one.vllm.abort("computes")
@@ -618,11 +619,9 @@ def test_after_a_reset_neither_what_is_stored_nor_what_is_being_saved_is_served(
 def test_what_is_computed_after_a_reset_is_saved_although_an_older_save_of_it_runs() -> None:
     with engine() as one:
         one.vllm.report_delay = [8]
-        one.vllm.add("before", A)
-        one.vllm.step()
+        one.begin("before", A)
         one.vllm.connector.reset_cache()
-        one.vllm.add("after", A)
-        one.vllm.step()
+        one.begin("after", A)
         assert len(one.offloader.jobs) == 2
         assert one.vllm.finish()
         one.forget()
@@ -634,8 +633,7 @@ def test_a_reset_with_a_promise_and_a_load_under_way_loses_the_promise_and_ends_
     with engine(max_num_seqs=1) as one:
         one.store(A, prompt(3, 3))
         one.vllm.report_delay = [4]
-        one.vllm.add("loads", A)
-        one.vllm.step()
+        one.begin("loads", A)
         one.vllm.add("waits", prompt(3, 3))
         assert one.probe("waits") == 3 * BLOCK
         assert one.vllm.connector.reset_cache()
@@ -669,8 +667,7 @@ def test_of_a_prompt_the_end_is_reused_before_the_beginning() -> None:
 
 def test_lazy_saving_writes_nothing_while_everything_fits() -> None:
     with engine(LAZY, num_blocks=65) as one:
-        for number in range(3):
-            one.serve(f"r{number}", prompt(number + 1, 3))
+        one.serve_several(3, 3)
         assert one.vllm.drain()
         assert one.stored() == 0
         assert one.offloader.look_ahead == 16
@@ -678,8 +675,7 @@ def test_lazy_saving_writes_nothing_while_everything_fits() -> None:
 
 def test_lazy_saving_keeps_what_the_engine_is_about_to_reuse() -> None:
     with engine(LAZY, num_blocks=21) as one:
-        for number in range(6):
-            one.serve(f"r{number}", prompt(number + 1, 5))
+        one.serve_several(6)
         one.forget()
         assert sum(one.serve(f"again{number}", prompt(number + 1, 5)) for number in range(3)) >= 10 * BLOCK
 
@@ -687,8 +683,7 @@ def test_lazy_saving_keeps_what_the_engine_is_about_to_reuse() -> None:
 def test_lazy_saving_touches_what_it_found_when_its_walk_is_over_and_puts_it_back_at_the_head() -> None:
     """A touched block leaves the queue: a walk that touched as it went would lose its place."""
     with engine(LAZY, num_blocks=21) as one:
-        for number in range(4):
-            one.serve(f"r{number}", prompt(number + 1, 5))
+        one.serve_several(4)
         assert one.vllm.drain()
         ahead = [*one.context.iter_free_blocks()][: one.offloader.look_ahead]
         named = [view for view in ahead if view.block_hash is not None]
@@ -704,8 +699,7 @@ def test_lazy_saving_goes_on_when_blocks_leave_the_queue_between_two_walks() -> 
         for number in range(4):
             one.serve(f"r{number}", prompt(number + 1, 5))
             walked = [view.block_id for view in one.context.iter_free_blocks()]
-            one.vllm.add(f"takes{number}", prompt(number + 1, 5))
-            one.vllm.step()
+            one.begin(f"takes{number}", prompt(number + 1, 5))
             assert walked != [view.block_id for view in one.context.iter_free_blocks()]
         assert one.vllm.finish()
 
@@ -725,8 +719,7 @@ def test_lazy_saving_holds_few_of_the_engines_blocks_however_silent_the_ranks_ar
 
 def test_lazy_saving_ends_where_host_memory_is_smaller_than_what_it_looks_at() -> None:
     with engine({**LAZY, "num_cpu_blocks": 3}, num_blocks=41) as one:
-        for number in range(9):
-            one.serve(f"r{number}", prompt(number + 1, 5))
+        one.serve_several(9)
         before = one.vllm.observed.steps
         assert one.vllm.drain()
         assert one.vllm.observed.steps - before < 20
@@ -734,8 +727,7 @@ def test_lazy_saving_ends_where_host_memory_is_smaller_than_what_it_looks_at() -
 
 def test_in_a_model_with_windows_lazy_saving_stores_what_can_be_served() -> None:
     with engine({**LAZY, "num_cpu_blocks": 300}, groups=GEMMA, num_blocks=121) as one:
-        for number in range(10):
-            one.serve(f"r{number}", prompt(number + 1, 6))
+        one.serve_several(10, 6)
         one.forget()
         assert one.serve("again", prompt(1, 6)) == 6 * BLOCK
 

@@ -278,10 +278,6 @@ def test_h23_engines_of_another_parallel_layout_share_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize("delays", [[0, 0], [0, 4], [3, 0]], ids=str)
 def test_h10_a_rank_whose_copy_hangs_holds_nobody_up(layout: dict[str, Any], delays: list[int]) -> None:
     """The other rank has loaded all; the request is computed, and both ranks' blocks come back when the copy ends."""
-
-    def delivered(faults: RankFaults, lost: Lost, report: WorkerReport) -> WorkerReport:
-        return combined(faults.deliver([lost(report)]))
-
     with engine_with(layout, load_deadline="300ms") as engine:
         assert ask(engine, "first") == 0
         assert engine.forget_computed()

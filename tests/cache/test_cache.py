@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -24,11 +24,9 @@ from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, done, failed, open_dis
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
+def scene() -> Scene:
     """Memory only, 16 slots, one rank."""
-    scene = Scene()
-    yield scene
-    scene.close()
+    return Scene()
 
 
 def value(scene: Scene, name: str, label: str = "") -> float:
@@ -58,9 +56,7 @@ def test_a_match_follows_what_the_engine_has_and_never_covers_the_last_token(sce
 def test_a_longer_request_saves_only_what_is_new(scene: Scene) -> None:
     scene.run_cold(SceneRequest("a", tokens(8)))
     longer = SceneRequest("b", tokens(24))
-    scene.compute(longer)
-    scene.cache.note_computed(longer, 24, lambda: scene.tables["b"])
-    (save,) = scene.cache.end_step().saves
+    (save,) = scene.step_computing(longer, 24).saves
     assert (save.start_block, len(save.slots)) == (2, 4)
     assert set(scene.blocks.held) == set(save.block_ids)
     scene.cache.apply_report(WorkerReport({0: {save.job_id: done(save)}}))
@@ -69,29 +65,22 @@ def test_a_longer_request_saves_only_what_is_new(scene: Scene) -> None:
 
 def test_blocks_of_outputs_are_saved_as_the_request_grows(scene: Scene) -> None:
     request = SceneRequest("a", tokens(6))
-    scene.compute(request)
-    scene.cache.note_computed(request, 6, lambda: scene.tables["a"])
-    assert scene.report(scene.cache.end_step()) == []
+    assert scene.report(scene.step_computing(request, 6)) == []
     request.token_ids += [7, 8, 9]
-    scene.compute(request)
-    scene.cache.note_computed(request, 9, lambda: scene.tables["a"])
-    scene.report(scene.cache.end_step())
+    scene.report(scene.step_computing(request, 9))
     assert value(scene, "saved_blocks") == 2
 
 
 def test_two_ranks_must_both_save_before_a_block_is_served() -> None:
     scene = Scene(ranks=2)
     request = SceneRequest("a", tokens(8))
-    scene.compute(request)
-    scene.cache.note_computed(request, 8, lambda: scene.tables["a"])
-    work = scene.cache.end_step()
+    work = scene.step_computing(request, 8)
     scene.cache.apply_report(WorkerReport({0: scene.execute(work, 0)}))
     assert scene.prepare(SceneRequest("b", tokens(9))).num_tokens == 0
     scene.cache.apply_report(WorkerReport({1: scene.execute(work, 1)}))
     again = SceneRequest("c", tokens(9))
     scene.load(again, scene.prepare(again))
     assert scene.holds_content(again, range(2))
-    scene.close()
 
 
 def test_reset_forgets_everything_and_saves_anew(tmp_path: Path) -> None:
@@ -102,7 +91,6 @@ def test_reset_forgets_everything_and_saves_anew(tmp_path: Path) -> None:
     assert scene.prepare(SceneRequest("b", tokens(17))).num_tokens == 0
     scene.run_cold(SceneRequest("c", tokens(16)))
     assert scene.prepare(SceneRequest("d", tokens(17))).num_tokens == 16
-    scene.close()
 
 
 def test_after_a_restart_the_disk_supplies_what_was_computed(tmp_path: Path) -> None:
@@ -124,16 +112,13 @@ def test_after_a_restart_the_disk_supplies_what_was_computed(tmp_path: Path) -> 
 
 def test_one_read_a_block_however_many_requests_wait_for_it(tmp_path: Path) -> None:
     scene = Scene(tiers=[open_disk(tmp_path)])
-    scene.run_cold(SceneRequest("a", tokens(33)))
-    scene.settle_tiers()
-    scene.cache.index.clear()
+    on_disk_alone(scene)
     waiting = [SceneRequest(f"w{n}", tokens(33)) for n in range(5)]
     answers = [scene.cache.prepare_external_match(request, 0) for request in waiting]
     assert answers[0] is None
     for request in waiting:
         assert scene.prepare(request).num_tokens == 32
     assert value(scene, "read_blocks", "disk") == 8
-    scene.close()
 
 
 def test_memory_smaller_than_the_prompt_serves_the_prefix_that_fits(tmp_path: Path) -> None:
@@ -141,11 +126,7 @@ def test_memory_smaller_than_the_prompt_serves_the_prefix_that_fits(tmp_path: Pa
     scene.run_cold(SceneRequest("a", tokens(64)))
     scene.settle_tiers()
     request = SceneRequest("b", tokens(65))
-    match = scene.prepare(request)
-    assert match.num_tokens == 16
-    scene.load(request, match)
-    assert scene.holds_content(request, range(4))
-    scene.close()
+    scene.assert_loads(request, 16)
 
 
 # What separates one request's blocks from another's
@@ -285,7 +266,6 @@ def test_h05_the_smallest_match_is_decided_in_prepare_and_then_kept() -> None:
     (settlement,) = scene.load(request, match, tokens=4)  # the engine may take less; it is loaded all the same
     assert list(settlement.loaded.blocks()) == [0]
     assert scene.holds_content(request, range(1))
-    scene.close()
 
 
 @pytest.mark.parametrize("length", [4, 8, 16, 17, 20, 40])
@@ -305,14 +285,11 @@ def test_h07_a_request_cancelled_while_its_load_runs_keeps_its_slots_until_the_r
     work = scene.cache.end_step()
     scene.cache.request_finished("b")
     other = SceneRequest("c", tokens(16, seed=5))
-    scene.compute(other)
-    scene.cache.note_computed(other, 16, lambda: scene.tables["c"])
-    assert scene.cache.end_step().saves == ()  # no room: all four slots are being read
+    assert scene.step_computing(other, 16).saves == ()  # no room: all four slots are being read
     scene.report(work)
     assert value(scene, "leases_held") == 0
     assert value(scene, "used_tokens") == 0
     assert scene.cache.has_pending_work is False
-    scene.close()
 
 
 def test_h08_a_report_said_twice_settles_once(scene: Scene) -> None:
@@ -338,7 +315,6 @@ def test_h09_what_failed_once_is_not_promised_again() -> None:
     assert scene.prepare(request, computed=0).num_tokens == 8
     assert scene.prepare(request, computed=8).num_tokens == 0
     assert scene.prepare(SceneRequest("d", tokens(17))).num_tokens == 16
-    scene.close()
 
 
 @pytest.mark.parametrize("sync_load_budget", [0, 1 << 30], ids=["asynchronous", "synchronous"])
@@ -354,7 +330,6 @@ def test_h09_what_a_reset_made_fail_is_not_promised_again_in_the_new_epoch(sync_
     scene.run_cold(SceneRequest("c", tokens(16)))
     assert scene.prepare(request).num_tokens == 4
     assert scene.prepare(SceneRequest("d", tokens(17))).num_tokens == 16
-    scene.close()
 
 
 class SlowTier(DiskTier):
@@ -392,12 +367,17 @@ def slow_disk(path: Path, slots: int = 64) -> tuple[SlowTier, threading.Event]:
     return tier, tier.gate
 
 
-def test_h10_a_tier_that_hangs_costs_a_request_its_deadline_and_no_more(tmp_path: Path) -> None:
-    tier, gate = slow_disk(tmp_path)
-    scene = Scene(tiers=[tier], prepare_deadline="2s")
+def on_disk_alone(scene: Scene) -> None:
+    """The 8 blocks of a prompt are on disk, and nothing is in memory."""
     scene.run_cold(SceneRequest("a", tokens(33)))
     scene.settle_tiers()
     scene.cache.index.clear()
+
+
+def test_h10_a_tier_that_hangs_costs_a_request_its_deadline_and_no_more(tmp_path: Path) -> None:
+    tier, gate = slow_disk(tmp_path)
+    scene = Scene(tiers=[tier], prepare_deadline="2s")
+    on_disk_alone(scene)
     request = SceneRequest("b", tokens(33))
     answers: list[ExternalKVMatch | None] = []
     for computed in (0, 0, 4, 8, 0):  # a changing local hit does not prolong the wait
@@ -409,15 +389,12 @@ def test_h10_a_tier_that_hangs_costs_a_request_its_deadline_and_no_more(tmp_path
     gate.set()
     scene.settle_tiers()
     assert scene.prepare(request).num_tokens == 32  # what came late is there for whoever asks next
-    scene.close()
 
 
 def test_p11_what_a_request_has_waited_before_it_was_asked_for_counts(tmp_path: Path) -> None:
     tier, gate = slow_disk(tmp_path)
     scene = Scene(tiers=[tier], prepare_deadline="2s")
-    scene.run_cold(SceneRequest("a", tokens(33)))
-    scene.settle_tiers()
-    scene.cache.index.clear()
+    on_disk_alone(scene)
     request = SceneRequest("b", tokens(33))
     scene.cache.put_off_external_match(request)
     scene.now += 1.5
@@ -427,7 +404,6 @@ def test_p11_what_a_request_has_waited_before_it_was_asked_for_counts(tmp_path: 
     assert scene.cache.prepare_external_match(request, 0) == ExternalKVMatch(0)
     gate.set()
     scene.settle_tiers()
-    scene.close()
 
 
 def test_h10_a_deadline_keeps_what_has_arrived(tmp_path: Path) -> None:
@@ -446,7 +422,6 @@ def test_h10_a_deadline_keeps_what_has_arrived(tmp_path: Path) -> None:
     assert scene.holds_content(request, range(3))
     gate.set()
     scene.settle_tiers()
-    scene.close()
 
 
 def _chain(length: int) -> list[BlockKey]:
@@ -461,24 +436,16 @@ def _chain(length: int) -> list[BlockKey]:
 
 def test_h20_only_the_unbroken_prefix_counts(tmp_path: Path) -> None:
     scene = Scene(tiers=[open_disk(tmp_path)])
-    scene.run_cold(SceneRequest("a", tokens(33)))
-    scene.settle_tiers()
-    scene.cache.index.clear()
+    on_disk_alone(scene)
     scene.queues[0].tier.delete([_chain(33)[2]])
     request = SceneRequest("b", tokens(33))
-    match = scene.prepare(request)
-    assert match.num_tokens == 8
-    scene.load(request, match)
-    assert scene.holds_content(request, range(2))
-    scene.close()
+    scene.assert_loads(request, 8)
 
 
 def test_h21_slots_of_a_late_read_are_not_reused_before_it_ended(tmp_path: Path) -> None:
     tier, gate = slow_disk(tmp_path)
     scene = Scene(slots=8, tiers=[tier], prepare_deadline="1s")
-    scene.run_cold(SceneRequest("a", tokens(33)))
-    scene.settle_tiers()
-    scene.cache.index.clear()
+    on_disk_alone(scene)
     late = SceneRequest("b", tokens(33))
     assert scene.cache.prepare_external_match(late, 0) is None
     reading = {slot for slot in range(8) if scene.cache.index.state(slot) == State.RESERVED}
@@ -487,9 +454,7 @@ def test_h21_slots_of_a_late_read_are_not_reused_before_it_ended(tmp_path: Path)
     assert scene.prepare(late).num_tokens == 0
     scene.cache.request_finished("b")
     other = SceneRequest("c", tokens(33, seed=3))
-    scene.compute(other)
-    scene.cache.note_computed(other, 33, lambda: scene.tables["c"])
-    (save,) = scene.cache.end_step().saves
+    (save,) = scene.step_computing(other, 33).saves
     assert len(save.slots) == 4, "half of the slots may be lent to one tier"
     assert not reading & {*save.slots}, "the read may still write to a slot that is given away"
     scene.report(StepWork(saves=(save,)))
@@ -500,14 +465,11 @@ def test_h21_slots_of_a_late_read_are_not_reused_before_it_ended(tmp_path: Path)
     again = SceneRequest("e", tokens(33, seed=4))
     scene.load(again, scene.prepare(again))
     assert scene.holds_content(again, range(8))
-    scene.close()
 
 
 def test_h26_a_failed_save_is_never_visible(scene: Scene, tmp_path: Path) -> None:
     request = SceneRequest("a", tokens(32))
-    scene.compute(request)
-    scene.cache.note_computed(request, 32, lambda: scene.tables["a"])
-    (job,) = scene.cache.end_step().saves
+    (job,) = scene.step_computing(request, 32).saves
     scene.cache.apply_report(WorkerReport({0: {job.job_id: failed(job, first=5)}}))
     assert scene.prepare(SceneRequest("b", tokens(33))).num_tokens == 20
     assert value(scene, "dropped_blocks") == 3
@@ -516,9 +478,7 @@ def test_h26_a_failed_save_is_never_visible(scene: Scene, tmp_path: Path) -> Non
 
 def test_h27_blocks_under_copy_are_held_though_their_request_is_gone(scene: Scene) -> None:
     request = SceneRequest("a", tokens(16))
-    scene.compute(request)
-    scene.cache.note_computed(request, 16, lambda: scene.tables["a"])
-    work = scene.cache.end_step()
+    work = scene.step_computing(request, 16)
     scene.cache.request_finished("a")
     assert set(scene.blocks.held) == set(work.saves[0].block_ids)
     scene.now += 3600.0  # the process was stopped for an hour: the copy is still waited for
@@ -547,9 +507,7 @@ def test_h28_what_a_request_saved_behind_a_failed_load_is_not_trusted(scene: Sce
 
 def test_h29_tokens_in_flight_are_not_served_to_others(scene: Scene) -> None:
     request = SceneRequest("a", tokens(16))
-    scene.compute(request)
-    scene.cache.note_computed(request, 16, lambda: scene.tables["a"])
-    work = scene.cache.end_step()
+    work = scene.step_computing(request, 16)
     assert scene.prepare(SceneRequest("b", tokens(17))).num_tokens == 0
     scene.report(work)
     assert scene.prepare(SceneRequest("c", tokens(17))).num_tokens == 16
@@ -581,15 +539,12 @@ def test_h29_a_load_in_flight_is_neither_counted_nor_served_nor_saved() -> None:
     scene.report(scene.cache.end_step())
     again = SceneRequest("d", tokens(25))
     assert scene.prepare(again).num_tokens == 24
-    scene.close()
 
 
 def test_h29_what_a_tier_is_still_reading_is_promised_to_nobody(tmp_path: Path) -> None:
     tier, gate = slow_disk(tmp_path)
     scene = Scene(tiers=[tier], prepare_deadline="2s")
-    scene.run_cold(SceneRequest("a", tokens(33)))
-    scene.settle_tiers()
-    scene.cache.index.clear()
+    on_disk_alone(scene)
     first, second = SceneRequest("b", tokens(33)), SceneRequest("c", tokens(33))
     for _ in range(3):
         for request in (first, second):
@@ -602,11 +557,7 @@ def test_h29_what_a_tier_is_still_reading_is_promised_to_nobody(tmp_path: Path) 
     gate.set()
     scene.settle_tiers()
     again = SceneRequest("d", tokens(33))
-    match = scene.prepare(again)
-    assert match.num_tokens == 32
-    scene.load(again, match)
-    assert scene.holds_content(again, range(8))
-    scene.close()
+    scene.assert_loads(again, 32)
 
 
 def test_h31_a_job_that_nobody_reports_is_not_loaded(scene: Scene) -> None:
@@ -647,7 +598,6 @@ def test_p11_a_request_that_is_loaded_and_preempted_again_and_again_computes_its
     assert scene.prepare(request).num_tokens == 0
     scene.cache.note_computed(request, 19, lambda: scene.tables["b"])
     assert scene.prepare(request).num_tokens == 16
-    scene.close()
 
 
 def test_h51_nothing_grows_with_the_number_of_requests(scene: Scene) -> None:
@@ -671,7 +621,6 @@ def test_h52_a_write_that_finds_the_queue_full_holds_nothing(tmp_path: Path) -> 
     assert value(scene, "dropped_writes", "disk") > 0
     assert scene.cache.index.pinned_count == 0
     assert scene.cache.index.reservable() == 16
-    scene.close()
 
 
 def test_h53_with_every_slot_in_use_nothing_is_lost() -> None:
@@ -683,7 +632,6 @@ def test_h53_with_every_slot_in_use_nothing_is_lost() -> None:
     assert value(scene, "dropped_blocks") == 4
     scene.load(holder, match)
     assert scene.holds_content(holder, range(4))
-    scene.close()
 
 
 def test_h54_a_full_cache_gives_up_tails_before_heads() -> None:
@@ -691,7 +639,6 @@ def test_h54_a_full_cache_gives_up_tails_before_heads() -> None:
     scene.run_cold(SceneRequest("a", tokens(32)))
     scene.run_cold(SceneRequest("b", tokens(12, seed=2)))
     assert scene.prepare(SceneRequest("c", tokens(33))).num_tokens == 20
-    scene.close()
 
 
 @pytest.mark.parametrize("stuck", ["a read", "a write"])
@@ -829,7 +776,6 @@ def test_h72_a_prompt_without_a_whole_block_or_with_too_few_left_is_too_short() 
     assert scene.prepare(SceneRequest("one of two blocks left", tokens(9)), 4).num_tokens == 0
     assert value(scene, "lookups") == value(scene, "misses", MissReason.TOO_SHORT) == 2
     assert value(scene, "spared_lookups") == 0
-    scene.close()
 
 
 def test_a_blocked_request_that_finds_what_it_missed_first_is_a_hit_too(scene: Scene) -> None:
@@ -857,16 +803,13 @@ def test_what_a_request_began_to_wait_for_and_the_engine_has_by_then_is_not_load
 def test_only_slots_that_a_device_has_pinned_take_part_in_copies_and_more_with_the_next_step() -> None:
     scene = Scene(slots=8, ranks=2, usable=3)
     request = SceneRequest("a", tokens(20))
-    scene.compute(request)
-    scene.cache.note_computed(request, 20, lambda: scene.tables["a"])
-    work = scene.cache.end_step()
+    work = scene.step_computing(request, 20)
     assert [save.slots for save in work.saves] == [(0, 1, 2)]
     scene.report(work)
     for segment, usable in zip(scene.segments, (8, 5), strict=True):
         segment.usable_slots = usable
     scene.cache.end_step()
     longer = SceneRequest("b", tokens(24))
-    scene.compute(longer)
-    scene.cache.note_computed(longer, 24, lambda: scene.tables["b"])
-    assert [save.slots for save in scene.cache.end_step().saves] == [(3, 4)], "of the rank that has pinned fewer"
-    scene.close()
+    assert [save.slots for save in scene.step_computing(longer, 24).saves] == [(3, 4)], (
+        "of the rank that has pinned fewer"
+    )

@@ -52,7 +52,6 @@ def test_a_job_is_not_asked_about_in_the_step_that_orders_it() -> None:
     assert [inquiry.job_id for inquiry in scene.cache.end_step().inquiries] == [work.loads[0].job_id]
     scene.report(work)
     scene.cache.request_finished("again")
-    scene.close()
 
 
 def test_h02_a_tier_that_failed_a_request_is_not_read_again_for_it_every_step(tmp_path: Path) -> None:
@@ -68,16 +67,13 @@ def test_h02_a_tier_that_failed_a_request_is_not_read_again_for_it_every_step(tm
     shot = scene.cache.observe()
     assert shot[series("misses", MissReason.NOT_STORED)] == 1
     scene.cache.request_finished("blocked")
-    scene.close()
 
 
 def test_a_lookup_that_found_no_room_and_then_a_failing_tier_is_one_miss(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path, slots=3)
     scene.only_on_disk(request(3, "first"))
     other = SceneRequest("other", tokens(3 * BLOCK_SIZE + 1, seed=5))
-    scene.compute(other)
-    scene.cache.note_computed(other, len(other.token_ids), lambda: scene.tables["other"])
-    work = scene.cache.end_step()  # all slots are being written to
+    work = scene.step_computing(other)  # all slots are being written to
     blocked = request(3, "blocked")
     assert scene.prepare(blocked).num_tokens == 0
     scene.report(work)
@@ -110,7 +106,6 @@ def test_p9_what_is_being_deleted_from_a_slow_tier_is_not_promised_meanwhile(tmp
     scene.queue.advance()
     for name in ("failing", "other"):
         scene.cache.request_finished(name)
-    scene.close()
 
 
 def test_a_late_step_does_one_of_what_can_wait_and_the_next_one_the_other(tmp_path: Path) -> None:
@@ -159,7 +154,6 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene.cache.budget.limit = inf
     scene.cache.end_step()
     assert not scene.cache.writeback.waiting
-    scene.close()
 
 
 def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_a_slot_that_is_filled_from_a_tier_and_given_up(tmp_path: Path) -> None:
     index.abandon([slot for slot in range(index.num_slots) if index.state(slot) is State.RESERVED])
     with pytest.raises(PactViolation, match="filled from a tier"):
         scene.cache.check()
+    scene.is_open = False
 
 
 def test_a_plan_that_is_kept_of_a_request_that_has_finished() -> None:
@@ -72,3 +73,4 @@ def test_a_plan_that_is_kept_of_a_request_that_has_finished() -> None:
     )
     with pytest.raises(PactViolation, match=r"finished: \['gone'\]"):
         scene.cache.check()
+    scene.is_open = False

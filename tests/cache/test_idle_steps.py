@@ -78,9 +78,7 @@ def test_h13_h27_a_hook_that_always_fails_costs_no_core_for_ever_and_no_block(jo
     """Reports that never come are waited for five seconds; what is copied stays held, whoever stops waiting."""
     scene = Scene(slots=4, sync_load_budget=0, load_deadline="3600s", plan_lifetime="1s")
     first, request = SceneRequest("a", tokens(16)), SceneRequest("b", tokens(17))
-    scene.compute(first)
-    scene.cache.note_computed(first, 16, lambda: scene.tables["a"])
-    work = scene.cache.end_step()
+    work = scene.step_computing(first, 16)
     blocks = set(work.saves[0].block_ids)
     if job == "a load":
         scene.report(work)
@@ -105,4 +103,3 @@ def test_h13_h27_a_hook_that_always_fails_costs_no_core_for_ever_and_no_block(jo
     assert not scene.cache.has_pending_work
     if job == "a load":
         assert scene.holds_content(request, range(4))
-    scene.close()

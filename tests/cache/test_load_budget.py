@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -25,14 +24,11 @@ class Steps:
 
     scene: Scene
     made: int = 0
-    live: list[SceneRequest] = field(default_factory=list)
 
     def request(self, blocks: int) -> SceneRequest:
         """A new request for the prompt of this length, of which memory holds all blocks."""
         self.made += 1
-        request = SceneRequest(f"r{self.made}", tokens(blocks * BLOCK_SIZE + 1, seed=blocks))
-        self.live.append(request)
-        return request
+        return SceneRequest(f"r{self.made}", tokens(blocks * BLOCK_SIZE + 1, seed=blocks))
 
     def ask(self, request: SceneRequest) -> ExternalKVMatch:
         """A prepare: the whole prompt is promised, in whichever way it is loaded."""
@@ -68,13 +64,6 @@ class Steps:
         table = self.scene.allocate(request)
         self.scene.cache.note_computed(request, 1, lambda: table)
 
-    def forget(self) -> None:
-        """All requests end, and the step with them."""
-        for request in self.live:
-            self.scene.cache.request_finished(request.request_id)
-        self.live.clear()
-        self.end()
-
 
 def filled(ranks: int = 1, budget: int = BUDGET * PAGE, copies_per_block: int = 0) -> Steps:
     """Prompts of 1 to 8 blocks in memory."""
@@ -84,18 +73,10 @@ def filled(ranks: int = 1, budget: int = BUDGET * PAGE, copies_per_block: int = 
     return Steps(scene)
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Steps]:
-    steps = filled()
-    yield steps
-    steps.scene.close()
-
-
 @pytest.fixture
-def steps(shared: Steps) -> Iterator[Steps]:
+def steps() -> Steps:
     """One rank; a step waits for six blocks."""
-    yield shared
-    shared.forget()
+    return filled()
 
 
 def synchronous(loads: tuple[LoadJob, ...]) -> list[int]:
@@ -203,21 +184,18 @@ def test_a_step_that_is_abandoned_keeps_no_bytes() -> None:
     steps.scene.cache.abandon_step(1)
     assert steps.take(5)
     assert synchronous(steps.end()) == [5]
-    steps.scene.close()
 
 
 def test_zero_makes_every_load_asynchronous() -> None:
     steps = filled(budget=0)
     assert not any(steps.take(blocks) for blocks in (1, 2, 8))
     assert synchronous(steps.end()) == []
-    steps.scene.close()
 
 
 def test_the_bytes_are_those_of_one_rank() -> None:
     steps = filled(ranks=2)
     assert [steps.take(blocks) for blocks in (7, 6, 1)] == [False, True, False]
     assert synchronous(steps.end()) == [6]
-    steps.scene.close()
 
 
 def test_with_unequal_ranks_the_largest_part_of_a_block_counts() -> None:
@@ -240,7 +218,6 @@ def test_beside_requests_that_run_copies_are_counted_too() -> None:
     steps.scene.cache.request_finished(running.request_id)
     assert steps.take(3), "it does not run any more"
     steps.end()
-    steps.scene.close()
 
 
 def test_a_step_in_which_only_loads_wait_counts_no_copies() -> None:
@@ -254,7 +231,6 @@ def test_a_step_in_which_only_loads_wait_counts_no_copies() -> None:
     steps.end()
     assert steps.take(6), "the last step has computed nothing"
     steps.end()
-    steps.scene.close()
 
 
 def test_where_no_thread_gives_copies_to_a_device_none_are_counted(steps: Steps) -> None:
@@ -284,15 +260,16 @@ ASK, COMMIT, PART, DECLINE, ABORT, FINISH, END = range(7)
     ),
 )
 def test_no_step_waits_for_more_than_its_budget_whatever_is_asked_committed_and_dropped(
-    shared: Steps, lengths: list[int], moves: list[tuple[int, int]]
+    lengths: list[int], moves: list[tuple[int, int]]
 ) -> None:
     """And a request is told to load asynchronously only for what others were told, or have committed, in this step."""
-    requests = [shared.request(blocks) for blocks in lengths]
+    steps = filled()
+    requests = [steps.request(blocks) for blocks in lengths]
     told: dict[int, ExternalKVMatch] = {}
     used = 0
 
     def end() -> None:
-        assert sum(synchronous(shared.end())) == used <= BUDGET
+        assert sum(synchronous(steps.end())) == used <= BUDGET
 
     for move, number in moves:
         at = number % len(lengths)
@@ -302,18 +279,18 @@ def test_no_step_waits_for_more_than_its_budget_whatever_is_asked_committed_and_
             end()
             told, used = {}, 0
         elif move == ASK:
-            told[at] = shared.ask(request)
+            told[at] = steps.ask(request)
             assert told[at].load_kv_async == (lengths[at] > BUDGET - held - used)
         elif move == FINISH:
-            shared.scene.cache.request_finished(request.request_id)
-            requests[at] = shared.request(lengths[at])
+            steps.scene.cache.request_finished(request.request_id)
+            requests[at] = steps.request(lengths[at])
         elif match is not None and move == ABORT:
-            shared.scene.cache.abort_external_match(request.request_id, match, "declined")
+            steps.scene.cache.abort_external_match(request.request_id, match, "declined")
         elif match is not None:
             blocks = {COMMIT: lengths[at], PART: 1 + number % lengths[at], DECLINE: 0}[move]
-            shared.commit(request, match, blocks)
+            steps.commit(request, match, blocks)
             used += 0 if match.load_kv_async else blocks
             if blocks:
-                requests[at] = shared.request(lengths[at])
+                requests[at] = steps.request(lengths[at])
     end()
-    shared.forget()
+    steps.scene.close()

@@ -40,13 +40,13 @@ def advance(scene: Scene) -> None:
         queue.advance()
 
 
-def ask(scene: Scene, request: SceneRequest = ASKED) -> None:
-    """Ask until there is an answer, which is a miss; a tenth of a second a step."""
+def ask(scene: Scene, request: SceneRequest = ASKED) -> Scene:
+    """Ask until there is an answer, which is a miss; a tenth of a second a step. Returns the scene."""
     for _ in range(100):
         match = scene.cache.prepare_external_match(request, 0)
         if match is not None:
             assert match.num_tokens == 0
-            return
+            return scene
         advance(scene)
         scene.cache.end_step()
         scene.now += 0.1
@@ -55,27 +55,23 @@ def ask(scene: Scene, request: SceneRequest = ASKED) -> None:
 
 def never_seen() -> Scene:
     scene = Scene()
-    ask(scene)
-    return scene
+    return ask(scene)
 
 
 def below_one_block() -> Scene:
     scene = Scene()
-    ask(scene, SceneRequest("short", tokens(3)))
-    return scene
+    return ask(scene, SceneRequest("short", tokens(3)))
 
 
 def not_to_be_named() -> Scene:
     scene = Scene()
-    ask(scene, SceneRequest("unknown", tokens(33), None))
-    return scene
+    return ask(scene, SceneRequest("unknown", tokens(33), None))
 
 
 def not_to_load() -> Scene:
     scene = Scene()
     scene.run_cold(STORED)
-    ask(scene, SceneRequest("must compute", tokens(33), may_load=False))
-    return scene
+    return ask(scene, SceneRequest("must compute", tokens(33), may_load=False))
 
 
 def failed_before() -> Scene:
@@ -86,8 +82,7 @@ def failed_before() -> Scene:
     (job,) = scene.cache.end_step().loads
     scene.cache.apply_report(WorkerReport({0: {job.job_id: failed(job, first=0)}}))
     scene.run_cold(STORED)
-    ask(scene)
-    return scene
+    return ask(scene)
 
 
 def no_free_slot() -> Scene:
@@ -95,8 +90,7 @@ def no_free_slot() -> Scene:
     holder = SceneRequest("holder", tokens(17, seed=1))
     scene.run_cold(SceneRequest("held", tokens(17, seed=1)))
     assert scene.prepare(holder).num_tokens == 16
-    ask(scene)
-    return scene
+    return ask(scene)
 
 
 def preempted_again_and_again() -> Scene:
@@ -104,8 +98,7 @@ def preempted_again_and_again() -> Scene:
     scene.run_cold(STORED)
     for _ in range(MAX_LOADS_WITHOUT_PROGRESS):
         scene.load(ASKED, scene.prepare(ASKED))
-    ask(scene)
-    return scene
+    return ask(scene)
 
 
 def slower_than_computing() -> Scene:
@@ -118,22 +111,19 @@ def slower_than_computing() -> Scene:
         scene.cache.note_computed(fast, 64, partial(scene.allocate, fast))
         scene.cache.end_step()
         scene.now += 0.001
-    ask(scene)
-    return scene
+    return ask(scene)
 
 
 def asked_when_the_step_begins() -> Scene:
     scene = shared_scene(match_at="step")
-    ask(scene)
-    return scene
+    return ask(scene)
 
 
 def too_late() -> Scene:
     scene = shared_scene(prepare_deadline="500ms")
     assert isinstance(scene.queues[0], SteppedExecutor)
     scene.queues[0].stalled_steps = 50
-    ask(scene)
-    return scene
+    return ask(scene)
 
 
 def behind_a_copy_that_hangs() -> Scene:
@@ -146,8 +136,7 @@ def behind_a_copy_that_hangs() -> Scene:
         scene.cache.end_step()
         scene.cache.apply_report(WorkerReport({}))
         scene.now += 1.0
-    ask(scene)
-    return scene
+    return ask(scene)
 
 
 CAUSES: dict[MissReason, Callable[[], Scene]] = {
@@ -175,7 +164,6 @@ def test_h72_each_cause_is_counted_as_itself_and_told(reason: MissReason) -> Non
     line = explain_misses(shot)
     assert f"most misses (1 {reason}) because {MISS_HINTS[reason]}" in line
     advance(scene)
-    scene.close()
 
 
 def test_h72_every_hint_is_its_own_and_names_what_there_is() -> None:

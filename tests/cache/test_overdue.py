@@ -92,7 +92,6 @@ def test_h07_blocks_of_a_load_that_hangs_are_held_from_its_deadline_until_no_ran
     assert not scene.blocks.held
     assert not scene.cache.ledger.leases_held
     assert not scene.cache.ledger.open_plans()
-    scene.close()
 
 
 def test_h10_a_rank_that_never_answers_hangs_as_well() -> None:
@@ -105,7 +104,6 @@ def test_h10_a_rank_that_never_answers_hangs_as_well() -> None:
     scene.say(job, failed(job, job.start_block), ranks=range(1, 2))
     assert not scene.blocks.held
     scene.cache.request_finished("hangs")
-    scene.close()
 
 
 def test_a_load_that_ends_before_the_ranks_hear_of_its_deadline_is_loaded(scene: HangingScene) -> None:
@@ -119,7 +117,6 @@ def test_a_load_that_ends_before_the_ranks_hear_of_its_deadline_is_loaded(scene:
     assert not scene.blocks.held
     assert scene.cache.observe()["overdue_loads"] == 0
     scene.cache.request_finished("slow")
-    scene.close()
 
 
 def test_h09_what_hung_is_not_promised_again_to_its_request_and_stays_stored_for_others(scene: HangingScene) -> None:
@@ -134,7 +131,6 @@ def test_h09_what_hung_is_not_promised_again_to_its_request_and_stays_stored_for
     assert scene.prepare(other).num_tokens == BLOCKS * BLOCK_SIZE
     for name in ("hangs", "other"):
         scene.cache.request_finished(name)
-    scene.close()
 
 
 def test_h10_while_a_copy_hangs_nothing_is_promised_that_would_wait_behind_it(scene: HangingScene) -> None:
@@ -151,7 +147,6 @@ def test_h10_while_a_copy_hangs_nothing_is_promised_that_would_wait_behind_it(sc
     assert scene.prepare(document("afterwards")).num_tokens == BLOCKS * BLOCK_SIZE
     for name in ("promised before", "behind", "hangs", "afterwards"):
         scene.cache.request_finished(name)
-    scene.close()
 
 
 def test_h10_an_order_to_go_on_that_was_lost_is_given_again(scene: HangingScene) -> None:
@@ -166,7 +161,6 @@ def test_h10_an_order_to_go_on_that_was_lost_is_given_again(scene: HangingScene)
     assert len(told) == 4
     scene.say(job, failed(job, job.start_block))
     scene.cache.request_finished("hangs")
-    scene.close()
 
 
 def test_a_load_is_not_given_up_in_the_step_that_orders_it(scene: HangingScene) -> None:
@@ -179,7 +173,6 @@ def test_a_load_is_not_given_up_in_the_step_that_orders_it(scene: HangingScene) 
     assert not work.overdue
     scene.report(work)
     scene.cache.request_finished("late order")
-    scene.close()
 
 
 def test_h07_without_a_scheduler_context_a_load_is_waited_for() -> None:
@@ -191,7 +184,6 @@ def test_h07_without_a_scheduler_context_a_load_is_waited_for() -> None:
     assert not settlements
     assert [settlement.late for settlement in scene.say(job, done(job))] == [False]
     scene.cache.request_finished("hangs")
-    scene.close()
 
 
 def test_h07_a_load_within_the_step_is_held_from_the_step_on_that_orders_it() -> None:
@@ -206,7 +198,6 @@ def test_h07_a_load_within_the_step_is_held_from_the_step_on_that_orders_it() ->
     scene.say(job, failed(job, job.start_block))
     assert not scene.blocks.held
     scene.cache.request_finished("hangs")
-    scene.close()
 
 
 def test_a_reset_while_a_copy_hangs_ends_with_it(scene: HangingScene) -> None:
@@ -219,7 +210,6 @@ def test_a_reset_while_a_copy_hangs_ends_with_it(scene: HangingScene) -> None:
     assert scene.say(job, failed(job, job.start_block)) == []
     assert not scene.blocks.held
     scene.cache.request_finished("hangs")
-    scene.close()
 
 
 Move = Callable[[HangingScene, LoadJob, list[LoadSettlement]], None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,11 @@ def prompt(name: str, seed: int, blocks: int = 4) -> SceneRequest:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
+def scene() -> Scene:
     """Memory only, 16 slots; one prompt of 4 blocks is stored."""
     scene = Scene()
     scene.run_cold(prompt("cold", 0))
-    yield scene
-    scene.close()
+    return scene
 
 
 @pytest.mark.parametrize("reason", sorted(DROPPED))
@@ -113,7 +111,6 @@ def test_a_postponed_match_leaves_its_bytes_of_the_step_to_others() -> None:
     assert scene.prepare(second).load_kv_async
     scene.cache.postpone_external_match("first", ExternalMatchExit.ENCODER)
     assert not scene.prepare(third).load_kv_async
-    scene.close()
 
 
 # Room
@@ -130,7 +127,6 @@ def test_a_read_gets_the_slots_of_postponed_matches_and_only_as_many_as_it_needs
     (ended,) = scene.cache.ledger.explain("r1")
     assert ended.reason is EndReason.NOT_REACHED
     assert scene.count("misses", MissReason.NO_ROOM) == 0
-    scene.close()
 
 
 def test_a_match_that_was_asked_for_in_this_step_keeps_its_slots(tmp_path: Path) -> None:
@@ -139,7 +135,6 @@ def test_a_match_that_was_asked_for_in_this_step_keeps_its_slots(tmp_path: Path)
     scene.cache.postpone_external_match("head", ExternalMatchExit.ENCODER)
     assert scene.promised(prompt("behind", 2)) == 0
     assert scene.count("misses", MissReason.NO_ROOM) == 1
-    scene.close()
 
 
 def test_a_match_of_which_the_engine_says_nothing_keeps_its_slots(tmp_path: Path) -> None:
@@ -147,7 +142,6 @@ def test_a_match_of_which_the_engine_says_nothing_keeps_its_slots(tmp_path: Path
     assert scene.promised(prompt("silent", 1)) == 16
     scene.step()
     assert scene.promised(prompt("other", 2)) == 0
-    scene.close()
 
 
 def test_a_save_gets_the_slots_of_postponed_matches() -> None:
@@ -160,7 +154,6 @@ def test_a_save_gets_the_slots_of_postponed_matches() -> None:
     assert scene.cache.index.held_count == 8
     shot = scene.cache.observe()
     assert (shot[series("plans_ended", EndReason.MAX_RUNNING)], shot[series("dropped_blocks")]) == (1, 0)
-    scene.close()
 
 
 def test_two_requests_that_wait_do_not_take_each_others_slots_in_turn(tmp_path: Path) -> None:
@@ -178,7 +171,6 @@ def test_two_requests_that_wait_do_not_take_each_others_slots_in_turn(tmp_path: 
     assert answers == {("first", None), ("first", 16), ("second", 0)}
     assert scene.count("read_blocks", "disk") == 4
     assert scene.cache.ledger.totals.plans_opened == 2  # read, and promised: the read ends in a plan of its own range
-    scene.close()
 
 
 def test_a_match_given_up_for_others_is_read_again_when_its_turn_comes_although_it_waited_before(
@@ -195,7 +187,6 @@ def test_a_match_given_up_for_others_is_read_again_when_its_turn_comes_although_
     scene.load(head, match)
     scene.cache.request_finished("head")
     assert scene.promised(prompt("behind", 1)) == 16
-    scene.close()
 
 
 def test_a_read_that_nobody_came_back_for_is_begun_again_when_its_turn_comes(tmp_path: Path) -> None:
@@ -209,7 +200,6 @@ def test_a_read_that_nobody_came_back_for_is_begun_again_when_its_turn_comes(tmp
     scene.now += 60
     scene.cache.index.clear()
     assert scene.promised(behind) == 16
-    scene.close()
 
 
 def test_plans_that_share_their_blocks_may_end_without_a_slot_being_free_and_nothing_breaks(tmp_path: Path) -> None:
@@ -222,4 +212,3 @@ def test_plans_that_share_their_blocks_may_end_without_a_slot_being_free_and_not
         scene.cache.postpone_external_match(name, ExternalMatchExit.NO_BLOCKS)
     assert scene.promised(prompt("other", 2)) == 0  # three was asked for in this step
     assert scene.cache.ledger.find("three") is not None
-    scene.close()

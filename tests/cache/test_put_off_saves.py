@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -30,18 +29,9 @@ def in_pieces(slots: int = 64, **settings: Any) -> Scene:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
+def scene() -> Scene:
     """Memory for 64 blocks."""
-    scene = in_pieces()
-    yield scene
-    scene.close()
-
-
-def computed(scene: Scene, request: SceneRequest) -> StepWork:
-    """The step that computes the whole request; nothing is reported yet."""
-    scene.compute(request)
-    scene.cache.note_computed(request, len(request.token_ids), lambda: scene.tables[request.request_id])
-    return scene.cache.end_step()
+    return in_pieces()
 
 
 def steps_until_rest(scene: Scene, work: StepWork) -> list[SaveJob]:
@@ -58,7 +48,7 @@ def steps_until_rest(scene: Scene, work: StepWork) -> list[SaveJob]:
 
 def test_a_large_step_is_saved_piece_by_piece_and_the_request_may_end_meanwhile(scene: Scene) -> None:
     request = SceneRequest("a", tokens(LENGTH))
-    work = computed(scene, request)
+    work = scene.step_computing(request)
     assert [(save.start_block, len(save.slots)) for save in work.saves] == [(0, PIECE)]
     table = scene.tables["a"][:24]
     assert scene.blocks.held == dict.fromkeys(table, 1), "what is saved later is held from now on"
@@ -88,7 +78,7 @@ def test_two_large_requests_of_one_step_wait_in_turn(scene: Scene) -> None:
 
 def test_many_blocks_that_wait_are_caught_up_with_in_few_steps() -> None:
     scene = in_pieces(1024, engine_blocks=2048)
-    work = computed(scene, SceneRequest("a", tokens(10 * CATCH_UP_STEPS * PIECE * BLOCK_SIZE + 1)))
+    work = scene.step_computing(SceneRequest("a", tokens(10 * CATCH_UP_STEPS * PIECE * BLOCK_SIZE + 1)))
     sizes = []
     while scene.cache.has_pending_work:
         sizes.append(sum(len(save.slots) for save in work.saves))
@@ -97,12 +87,11 @@ def test_many_blocks_that_wait_are_caught_up_with_in_few_steps() -> None:
     assert sizes[1] >= 9 * PIECE
     assert sorted(sizes[1:], reverse=True) == sizes[1:], "the fewer wait, the fewer a step orders"
     assert len(sizes) < 3 * CATCH_UP_STEPS + 10
-    scene.close()
 
 
 def test_blocks_that_another_request_has_saved_meanwhile_are_not_saved_again(scene: Scene) -> None:
-    first = computed(scene, SceneRequest("a", tokens(LENGTH)))
-    second = computed(scene, SceneRequest("b", tokens(LENGTH)))
+    first = scene.step_computing(SceneRequest("a", tokens(LENGTH)))
+    second = scene.step_computing(SceneRequest("b", tokens(LENGTH)))
     scene.report(first)
     saves = [*first.saves, *steps_until_rest(scene, second)]
     assert sorted(save.start_block for save in saves) == [*range(0, 24, PIECE)]
@@ -110,7 +99,7 @@ def test_blocks_that_another_request_has_saved_meanwhile_are_not_saved_again(sce
 
 
 def test_a_reset_drops_what_is_put_off(scene: Scene) -> None:
-    work = computed(scene, SceneRequest("a", tokens(LENGTH)))
+    work = scene.step_computing(SceneRequest("a", tokens(LENGTH)))
     scene.cache.reset()
     assert len(steps_until_rest(scene, work)) == 1
     assert not scene.blocks.held
@@ -119,7 +108,7 @@ def test_a_reset_drops_what_is_put_off(scene: Scene) -> None:
 
 def test_h48_of_blocks_that_hold_garbage_and_those_after_them_nothing_is_saved(scene: Scene) -> None:
     request = SceneRequest("a", tokens(LENGTH))
-    work = computed(scene, request)
+    work = scene.step_computing(request)
     scene.cache.request_finished("a")
     scene.cache.distrust_blocks([scene.tables["a"][9]], {})
     saves = steps_until_rest(scene, work)
@@ -149,7 +138,7 @@ def test_h26_a_load_that_fails_takes_what_was_computed_after_it_with_it(scene: S
 
 def test_h47_blocks_of_an_adapter_that_is_distrusted_are_not_saved(scene: Scene) -> None:
     request = SceneRequest("a", tokens(LENGTH), RequestIdentity(adapter="digest"))
-    work = computed(scene, request)
+    work = scene.step_computing(request)
     scene.cache.distrust_adapter("digest")
     assert len(steps_until_rest(scene, work)) == 1
     assert not scene.blocks.held
@@ -158,7 +147,7 @@ def test_h47_blocks_of_an_adapter_that_is_distrusted_are_not_saved(scene: Scene)
 def test_a_request_whose_blocks_get_other_names_saves_none_under_the_old_ones(scene: Scene) -> None:
     """Its last blocks turn out to hold an image."""
     request = SceneRequest("a", tokens(LENGTH))
-    work = computed(scene, request)
+    work = scene.step_computing(request)
     request.identity = RequestIdentity(media=(MediaSpan(10 * BLOCK_SIZE, BLOCK_SIZE, "image"),))
     scene.cache.note_computed(request, LENGTH, lambda: scene.tables["a"])
     saves = steps_until_rest(scene, work)
@@ -171,15 +160,14 @@ def test_a_request_whose_blocks_get_other_names_saves_none_under_the_old_ones(sc
 
 def test_where_memory_is_full_the_rest_is_dropped_and_released() -> None:
     scene = in_pieces(slots=10)
-    saves = steps_until_rest(scene, computed(scene, SceneRequest("a", tokens(LENGTH))))
+    saves = steps_until_rest(scene, scene.step_computing(SceneRequest("a", tokens(LENGTH))))
     assert sum(len(save.slots) for save in saves) == 10
     assert not scene.blocks.held
     assert scene.cache.observe()[series("dropped_blocks", "")] >= 2
-    scene.close()
 
 
 def test_an_error_in_the_middle_of_a_save_leaves_nothing_held(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = computed(scene, SceneRequest("a", tokens(LENGTH)))
+    work = scene.step_computing(SceneRequest("a", tokens(LENGTH)))
     with monkeypatch.context() as patch:
         patch.setattr(BlockIndex, "reserve", None)
         with pytest.raises(TypeError):

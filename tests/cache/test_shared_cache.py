@@ -107,10 +107,7 @@ def test_what_one_engine_computed_another_one_loads(make_scene: Callable[..., Sc
     store = TrialStore(computed_elsewhere(make_scene, 33))
     scene, request = make_scene(store), SceneRequest("here", tokens(33))
     assert scene.cache.prepare_external_match(request, 0) is None, "prepare does not wait for the store"
-    match = scene.prepare(request)
-    assert match.num_tokens == 32
-    scene.load(request, match)
-    assert scene.holds_content(request, range(8))
+    scene.assert_loads(request, 32)
     assert count(scene, "read_blocks", SHARED) == 8
 
 
@@ -291,10 +288,7 @@ def test_h11_what_the_store_evicts_between_look_up_and_read_is_a_shorter_match(
     until(lambda: scene.queues[0].under_way == 0)
     names = [name for name in store.records if not name.endswith("namespace")]
     del store.records[names[5]]
-    match = scene.prepare(request)
-    assert match.num_tokens == 20
-    scene.load(request, match)
-    assert scene.holds_content(request, range(5))
+    scene.assert_loads(request, 20)
     assert count(scene, "failed_tokens") == 0
 
 
@@ -483,10 +477,7 @@ def test_h23_engines_that_are_not_alike_hit_nothing_of_each_other(
         scene.settle_tiers()
     for settings in unlike if "namespace" in other else []:
         scene = make_scene(TrialStore(store), **settings)
-        match = scene.prepare(request)
-        assert match.num_tokens == 32
-        scene.load(request, match)
-        assert scene.holds_content(request, range(8))
+        scene.assert_loads(request, 32)
         assert count(scene, "damaged_records", SHARED) == 0
 
 
@@ -526,7 +517,6 @@ def test_p11_what_many_reads_brought_is_taken_in_over_several_steps(make_scene: 
         until(lambda: scene.queues[0].under_way == 0)
     assert steps >= len(requests) / 2
     assert [scene.prepare(request).num_tokens for request in requests] == [16] * len(requests)
-    scene.close()
 
 
 def test_p11_a_late_step_leaves_what_the_store_answered_to_the_next_one(make_scene: Callable[..., Scene]) -> None:

@@ -69,7 +69,6 @@ def test_h62_a_request_without_keys_costs_itself_its_hits_and_no_step(name: str,
         assert scene.holds_content(again, range(BLOCKS))
     scene.cache.request_finished("again")
     assert not scene.blocks.held
-    scene.close()
 
 
 def test_h62_what_comes_before_a_block_without_a_name_is_served() -> None:
@@ -84,14 +83,11 @@ def test_h62_what_comes_before_a_block_without_a_name_is_served() -> None:
     nameless = SceneRequest("nameless", [*HEALTHY], RequestIdentity(salt="\ud800"))
     assert scene.prepare(nameless).num_tokens == 0
     assert scene.cache.observe()[series("misses", MissReason.UNKNOWN_IDENTITY)] == 1
-    scene.close()
 
 
 def test_h62_a_request_that_falls_sick_while_it_runs_keeps_what_it_has_stored() -> None:
     scene, request = Scene(), SceneRequest("r", [*HEALTHY])
-    scene.compute(request)
-    scene.cache.note_computed(request, len(HEALTHY), lambda: scene.tables["r"])
-    scene.report(scene.cache.end_step())
+    scene.report(scene.step_computing(request, len(HEALTHY)))
     for _ in range(2):
         request.token_ids += [-1] * BLOCK_SIZE
         scene.allocate(request)
@@ -100,7 +96,6 @@ def test_h62_a_request_that_falls_sick_while_it_runs_keeps_what_it_has_stored() 
     for again in (request, SceneRequest("again", [*HEALTHY])):
         assert scene.prepare(again).num_tokens == BLOCKS * BLOCK_SIZE
         scene.cache.request_finished(again.request_id)
-    scene.close()
 
 
 def test_h62_a_promise_ends_when_what_the_request_brings_has_no_name_any_more() -> None:
@@ -114,7 +109,6 @@ def test_h62_a_promise_ends_when_what_the_request_brings_has_no_name_any_more() 
     assert scene.prepare(SceneRequest("again", [*HEALTHY])).num_tokens
     scene.cache.request_finished("r")
     scene.cache.request_finished("again")
-    scene.close()
 
 
 def test_h62_keys_end_before_the_first_block_without_a_name_and_are_the_same_up_to_there() -> None:

@@ -128,7 +128,6 @@ def test_h61_a_disk_that_hangs_is_left_alone_and_leaves_the_arena_to_others(tmp_
     scene.cache.index.clear()
     assert scene.prepare(request("back", 9)).num_tokens == BLOCKS * BLOCK_SIZE
     assert scene.cache.observe()[series("open_breakers", "disk")] == 0
-    scene.close()
 
 
 def test_h61_a_disk_that_hangs_costs_hooks_no_time(tmp_path: Path, reads: Gate) -> None:
@@ -145,7 +144,6 @@ def test_h61_a_disk_that_hangs_costs_hooks_no_time(tmp_path: Path, reads: Gate) 
     assert slept < 100, f"in {slept} of 200 steps the scheduler's thread was put to sleep"
     reads.open()
     scene.settle_tiers()
-    scene.close()
 
 
 def voluntary_switches() -> int:
@@ -173,7 +171,6 @@ def test_h61_a_disk_whose_writes_hang_keeps_half_of_the_arena_at_most(tmp_path: 
     scene.settle_tiers()
     scene.cache.index.clear()
     assert scene.prepare(request("from disk", 300)).num_tokens == BLOCKS * BLOCK_SIZE
-    scene.close()
 
 
 class NamedTier(DictionaryTier):
@@ -270,7 +267,6 @@ def test_h66_a_deletion_at_which_a_tier_raises_is_repeated_and_never_a_success()
     scene.run_cold(request("stored again", 1))
     scene.settle_tiers()
     assert promised(scene, 1) == BLOCKS, "the tier is not off for ever"
-    scene.close()
 
 
 def test_h66_what_a_tier_raises_on_the_schedulers_thread_costs_its_own_hits() -> None:
@@ -288,7 +284,6 @@ def test_h66_what_a_tier_raises_on_the_schedulers_thread_costs_its_own_hits() ->
     asked = tier.calls.count("lookup")
     assert promised(scene, 3) == 0
     assert tier.calls.count("lookup") == asked, "after some failures in a row it is left alone"
-    scene.close()
 
 
 def a_client(tier: NamedTier | SharedTier, **settings: Any) -> TierClient:
@@ -472,4 +467,3 @@ def test_h61_a_store_that_answers_and_never_delivers_is_left_alone_too() -> None
     scene.settle_tiers()
     scene.now += 10.0
     assert scene.prepare(prompts[9]).num_tokens == BLOCKS * BLOCK_SIZE
-    scene.close()

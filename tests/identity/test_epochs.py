@@ -313,7 +313,6 @@ def test_h48_blocks_that_another_connector_failed_to_load_are_never_served(
         scene.load(later, match)
         assert scene.holds_content(later, range(match.num_tokens // 4))
     scene.cache.request_finished("later")
-    scene.close()
 
 
 def test_h69_a_write_that_was_given_up_lands_after_the_reset_and_is_nobodys(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvpact.tiers import record
 from kvpact.tiers.disk import tier as disk
-from slab_scenes import SLOT, chain, open_tier, served, store
+from slab_scenes import SLOT, bare_tier, chain, served, store
 
 NAMES = [f"document {number}" for number in range(6)]
 
@@ -21,7 +21,7 @@ NAMES = [f"document {number}" for number in range(6)]
 def churn(directory: Path, slots: int, seed: int) -> None:
     vars(disk).update(TEND_SECONDS=0.02, TEND_SHARE=1.0)  # other processes come and go
     vars(record).update(GROUP_BYTES=4 * SLOT)  # several groups a batch, so that both lanes of a batch die
-    tier = open_tier(directory, slots, timeout=2.0)
+    tier = bare_tier(directory, slots, timeout=2.0)
     print("ready", flush=True)
 
     def work(seed: int) -> None:

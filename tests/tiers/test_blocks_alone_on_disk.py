@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,11 +44,8 @@ def no_looks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    tier = open_tier(tmp_path)
-    yield tier
-    tier.check()
-    tier.close()
+def tier(tmp_path: Path) -> DiskTier:
+    return open_tier(tmp_path)
 
 
 def keys_in(tier: DiskTier) -> set[BlockKey]:
@@ -116,7 +113,6 @@ def test_h54_blocks_alone_are_evicted_by_last_use_like_any_other(tmp_path: Path)
     assert tier.lookup(ALONE) == [True, False, False, True, True, False], "those that were used longest ago"
     assert tier.leading(CHAIN) == 3
     assert tier.counts().evicted == 2
-    tier.close()
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -131,7 +127,6 @@ def test_h54_of_blocks_alone_that_come_together_the_deepest_go_first(tmp_path: P
         time.sleep(0.001)
         stored_alone(tier, chain(f"new {number}", 1))
         assert tier.lookup(ALONE) == [True] * (6 - number) + [False] * number
-    tier.close()
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -146,7 +141,6 @@ def test_h54_of_blocks_alone_that_are_read_together_the_last_go_first(tmp_path: 
         tier = open_tier(tmp_path, slots=6)
     assert store(tier, CHAIN[:2]) == 2
     assert tier.lookup(order) == [True] * 4 + [False] * 2
-    tier.close()
 
 
 def test_h50_what_is_held_already_makes_no_room_for_the_rest_of_its_call(tmp_path: Path) -> None:
@@ -158,8 +152,6 @@ def test_h50_what_is_held_already_makes_no_room_for_the_rest_of_its_call(tmp_pat
         *(number in (0, 1, 7, 8, 9, 10) for number in range(11))
     ], "only what the call does not name goes, for the first of it"
     assert tier.counts().evicted == 2
-    tier.check()
-    tier.close()
 
 
 def test_blocks_alone_of_one_call_lie_side_by_side(tmp_path: Path) -> None:
@@ -169,7 +161,6 @@ def test_blocks_alone_of_one_call_lie_side_by_side(tmp_path: Path) -> None:
         assert stored_alone(tier, keys) == [True] * 6
         slots = [slot_of(tier, key) for key in keys]
         assert slots == list(range(slots[0], slots[0] + 6))
-    tier.close()
 
 
 def plant(path: Path, slot: int, key: BlockKey, parent: BlockKey, depth: int) -> None:

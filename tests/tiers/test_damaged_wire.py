@@ -84,4 +84,3 @@ def test_h22_every_tenth_answer_is_damaged_on_the_wire(tmp_path: Path, stack: Ex
         load(scene, f"mends {seed}", seed)
     assert [load(scene, f"well {seed}", seed) for seed in range(DOCUMENTS)] == [BLOCKS] * DOCUMENTS
     assert scene.cache.observe()[series("open_breakers", kind)] == 0
-    scene.close()

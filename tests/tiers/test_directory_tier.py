@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from chain_calls import get_chain, put_chain
+from chain_calls import put_chain, put_document, served_of_document
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import OWN_FOLDER
@@ -31,7 +32,7 @@ from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_nam
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.faults import Faults
-from kvpact_testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.sample_blocks import content, document, filled_buffers
 from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
 
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})
@@ -60,17 +61,8 @@ def path_of(tier: SharedTier, key: BlockKey) -> Path:
     return tier.store.path_of(record_name(GROUP, key))
 
 
-def put(tier: Tier, wanted: Document, start: int = 0) -> int:
-    keys = wanted.keys[start:]
-    return put_chain(tier, keys, filled_buffers(keys, SLOT, 2), wanted.keys[:start])
-
-
-def served(tier: Tier, wanted: Document) -> int:
-    buffers = empty_buffers(len(wanted), SLOT, 2)
-    arrived = get_chain(tier, wanted.keys, buffers)
-    for key, buffer in zip(wanted.keys[:arrived], buffers, strict=False):
-        assert b"".join(buffer) == content(key, SLOT)
-    return arrived
+put = partial(put_document, slot_bytes=SLOT)
+served = partial(served_of_document, slot_bytes=SLOT)
 
 
 def used_bytes(path: Path) -> int:

@@ -479,7 +479,6 @@ def test_h22_h50_h59_processes_that_are_killed_leave_a_sound_directory_to_the_ot
     for number in range(6):
         keys = chain(f"document {number}", 24)
         assert served(tier, keys) == tier.leading(keys)
-    tier.close()
 
 
 def test_a_newcomer_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
@@ -490,7 +489,6 @@ def test_a_newcomer_that_is_killed_is_not_waited_for(tmp_path: Path) -> None:
     tier.tend()
     assert tier.capacity().blocks == SLOTS
     assert not sign.exists()
-    tier.close()
 
 
 def test_tools_work_beside_engines_that_write(tmp_path: Path) -> None:

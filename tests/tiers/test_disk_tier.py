@@ -47,11 +47,36 @@ KEYS = chain("document", 8)
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    opened = open_tier(tmp_path)
-    yield opened
-    opened.check()
-    opened.close()
+def tier(tmp_path: Path) -> DiskTier:
+    return open_tier(tmp_path)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """The bytes of each `os.preadv` or `os.pwritev` of a slab, from now on."""
+    moved: list[int] = []
+    move = getattr(os, name)
+
+    def count(descriptor: int, views: list[memoryview], offset: int) -> int:
+        moved.append(move(descriptor, views, offset))
+        return moved[-1]
+
+    monkeypatch.setattr(Slab, name, staticmethod(count))
+    return moved
+
+
+def hanging(monkeypatch: pytest.MonkeyPatch, name: str, least: int = 0) -> tuple[threading.Event, threading.Event]:
+    """From now on such moves of `least` bytes or more wait: the first event says that one does, the second ends it."""
+    stuck, let_go = threading.Event(), threading.Event()
+    move = getattr(os, name)
+
+    def hang(descriptor: int, views: list[memoryview], offset: int) -> int:
+        if sum(view.nbytes for view in views) >= least:
+            stuck.set()
+            let_go.wait(20)
+        return int(move(descriptor, views, offset))
+
+    monkeypatch.setattr(Slab, name, staticmethod(hang))
+    return stuck, let_go
 
 
 def test_blocks_come_back_over_all_ranks(tier: DiskTier) -> None:
@@ -71,14 +96,7 @@ def test_a_chain_is_extended_and_what_is_there_is_not_written_again(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(tier, KEYS[:5])
-    written: list[int] = []
-    original = os.pwritev
-
-    def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
-        written.append(original(descriptor, views, offset))
-        return written[-1]
-
-    monkeypatch.setattr(Slab, "pwritev", staticmethod(counted))
+    written = counted(monkeypatch, "pwritev")
     assert store(tier, KEYS, 2) == 6
     assert sum(written) == 3 * (SLOT + 2 * 256), "three payloads, three headers cleared and three written"
     assert served(tier, KEYS) == 8
@@ -89,17 +107,9 @@ def test_a_chain_lies_side_by_side_and_is_read_at_once(tmp_path: Path, monkeypat
     for name in "abcdefgh":
         store(tier, chain(name, 8))
     store(tier, chain("late", 16))  # into slots that were evicted
-    reads: list[int] = []
-    original = os.preadv
-
-    def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
-        reads.append(original(descriptor, views, offset))
-        return reads[-1]
-
-    monkeypatch.setattr(Slab, "preadv", staticmethod(counted))
+    reads = counted(monkeypatch, "preadv")
     assert served(tier, chain("late", 16)) == 16
     assert len(reads) <= 2
-    tier.close()
 
 
 def test_runs_are_maximal_neighbouring_slots() -> None:
@@ -177,20 +187,12 @@ def test_h59_a_restart_finds_everything_and_reads_no_payload(tmp_path: Path, mon
     store(tier, KEYS)
     store(tier, chain("other", 20))
     tier.close()
-    read: list[int] = []
-    original = os.preadv
-
-    def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
-        read.append(original(descriptor, views, offset))
-        return read[-1]
-
-    monkeypatch.setattr(Slab, "preadv", staticmethod(counted))
+    read = counted(monkeypatch, "preadv")
     tier = open_tier(tmp_path)
     assert len(read) == 1
     assert sum(read) < payload_at(slab_path(tmp_path), 0)
     assert (tier.leading(KEYS), tier.leading(chain("other", 20))) == (8, 20)
     assert (served(tier, KEYS), served(tier, chain("other", 20))) == (8, 20)
-    tier.close()
 
 
 def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
@@ -203,7 +205,6 @@ def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, slots=12)
     store(tier, chain("new", 4))
     assert [tier.leading(chain(name, 4)) for name in ("old", "used", "young", "new")] == [4, 0, 4, 4]
-    tier.close()
 
 
 def test_h50_capacity_is_never_exceeded_however_much_is_stored(tmp_path: Path) -> None:
@@ -216,14 +217,11 @@ def test_h50_capacity_is_never_exceeded_however_much_is_stored(tmp_path: Path) -
         assert tier.capacity().blocks <= 10
         tier.check()
     assert tier.counts().evicted >= 410
-    tier.close()
 
 
 def test_h50_a_write_larger_than_the_slab_keeps_its_head(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, slots=10)
     assert store(tier, chain("long", 25)) == 10 == served(tier, chain("long", 25))
-    tier.check()
-    tier.close()
 
 
 def test_h50_h51_a_smaller_capacity_gives_up_the_slots_beyond_it(tmp_path: Path) -> None:
@@ -231,45 +229,41 @@ def test_h50_h51_a_smaller_capacity_gives_up_the_slots_beyond_it(tmp_path: Path)
     store(tier, chain("long", 20))
     tier.close()
     smaller = capacity_for(20) - 10 * SLOT
-    tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, smaller)
+    tier = open_tier(tmp_path, capacity=smaller)
     assert slab_path(tmp_path).stat().st_size <= smaller
     assert 0 < served(tier, chain("long", 20)) <= 10
     assert not verify_slab(slab_path(tmp_path)).damaged
-    tier.close()
 
 
 def test_a_larger_capacity_keeps_every_block(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, slots=8)
     store(tier, KEYS)
     tier.close()
-    tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, 2 * capacity_for(8))
+    tier = open_tier(tmp_path, capacity=2 * capacity_for(8))
     assert served(tier, KEYS) == 8
     assert store(tier, chain("more", 8)) == 8
     assert served(tier, KEYS) == 8
-    tier.close()
 
 
 def test_h50_idle_slabs_of_other_models_count_and_go_when_their_room_is_needed(tmp_path: Path) -> None:
-    capacity = capacity_for(16)
-    other = DiskTier.open(tmp_path, OTHER, SLOT, capacity_for(12))  # leaves room for a table
+    other = open_tier(tmp_path, 12, OTHER)  # leaves room for a table
     store(other, chain("theirs", 12))
     other.close()
-    tier = DiskTier.open(tmp_path, NAMESPACE, SLOT, capacity)
+    tier = open_tier(tmp_path, 16)
     assert slab_path(tmp_path, OTHER).exists(), "kept until its room is needed"
     store(tier, KEYS)
     assert not slab_path(tmp_path, OTHER).exists()
-    assert files_in(tmp_path) <= capacity
-    tier.close()
+    assert files_in(tmp_path) <= capacity_for(16)
 
 
 def test_h50_engines_of_two_models_have_equal_shares(tmp_path: Path) -> None:
     capacity = capacity_for(24)
-    first = DiskTier.open(tmp_path, OTHER, SLOT, capacity)
+    first = open_tier(tmp_path, 24, OTHER)
     store(first, chain("theirs", 24))
     with pytest.raises(TierError, match=rf"no room for one block.*capacity {capacity} bytes, \d+ claimed"):
         DiskTier.open(tmp_path, NAMESPACE, 16 * SLOT, capacity)
     assert first.leading(chain("theirs", 24)) == 24, "one that would get nothing takes nothing"
-    second = DiskTier.open(tmp_path, NAMESPACE, SLOT, capacity)
+    second = open_tier(tmp_path, 24)
     for _ in range(2):
         first.tend()
         second.tend()
@@ -279,8 +273,6 @@ def test_h50_engines_of_two_models_have_equal_shares(tmp_path: Path) -> None:
     assert 8 <= served(first, chain("theirs", 24)) <= 12
     assert 8 <= served(second, chain("mine", 24)) <= 12
     assert files_in(tmp_path) <= capacity
-    first.close()
-    second.close()
 
 
 def test_h26_a_failed_write_is_not_visible_and_gives_its_slots_back(
@@ -329,16 +321,8 @@ def test_h22_a_read_error_is_a_miss_and_the_block_is_not_promised_again(
 
 def test_lookup_does_not_wait_for_the_disk(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tier, KEYS)
-    let_go = threading.Event()
-    stuck = threading.Event()
-
-    def hangs(descriptor: int, views: list[memoryview], offset: int) -> int:
-        stuck.set()
-        let_go.wait(20)
-        return os.pwritev(descriptor, views, offset)
-
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(Slab, "pwritev", staticmethod(hangs))
+        stuck, let_go = hanging(patch, "pwritev")
         writing = pool.submit(store, tier, chain("slow", 4))
         assert stuck.wait(20)
 
@@ -356,17 +340,8 @@ def test_a_block_that_is_deleted_while_it_is_written_stays_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
-    let_go = threading.Event()
-    stuck = threading.Event()
-
-    def hangs(descriptor: int, views: list[memoryview], offset: int) -> int:
-        if sum(view.nbytes for view in views) >= SLOT:
-            stuck.set()
-            let_go.wait(20)
-        return os.pwritev(descriptor, views, offset)
-
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(Slab, "pwritev", staticmethod(hangs))
+        stuck, let_go = hanging(patch, "pwritev", SLOT)
         writing = pool.submit(store, tier, KEYS)
         assert stuck.wait(20)
         assert tier.delete([KEYS[3]]) == 5
@@ -377,21 +352,12 @@ def test_a_block_that_is_deleted_while_it_is_written_stays_deleted(
     tier.close()
     tier = open_tier(tmp_path)
     assert served(tier, KEYS) == 3
-    tier.close()
 
 
 def test_h21_closing_waits_with_the_file_for_reads_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier(tmp_path)
     store(tier, KEYS)
-    let_go = threading.Event()
-    stuck = threading.Event()
-
-    def hangs(descriptor: int, views: list[memoryview], offset: int) -> int:
-        stuck.set()
-        let_go.wait(20)
-        return os.preadv(descriptor, views, offset)
-
-    monkeypatch.setattr(Slab, "preadv", staticmethod(hangs))
+    stuck, let_go = hanging(monkeypatch, "preadv")
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(served, tier, KEYS)
         assert stuck.wait(20)
@@ -404,7 +370,6 @@ def test_h21_closing_waits_with_the_file_for_reads_under_way(tmp_path: Path, mon
         assert reading.result() == 8
     next_one.tend()
     assert next_one.slab.path == tier.slab.path
-    next_one.close()
 
 
 def test_many_threads_store_read_and_delete_at_once(tmp_path: Path) -> None:
@@ -426,7 +391,6 @@ def test_many_threads_store_read_and_delete_at_once(tmp_path: Path) -> None:
     report = verify_slab(slab_path(tmp_path))
     assert not report.damaged
     assert report.records == tier.capacity().blocks
-    tier.close()
 
 
 # Bad input: one clear message each
@@ -485,12 +449,10 @@ def test_h23_a_slab_of_another_model_explains_field_by_field(tmp_path: Path) -> 
 
 
 def test_h23_models_do_not_share_blocks(tmp_path: Path) -> None:
-    mine = DiskTier.open(tmp_path, NAMESPACE, SLOT, 1 << 20)
+    mine = open_tier(tmp_path, capacity=1 << 20)
     store(mine, KEYS)
-    other = DiskTier.open(tmp_path, OTHER, SLOT, 3 << 20)
+    other = open_tier(tmp_path, namespace=OTHER, capacity=3 << 20)
     assert other.leading(KEYS) == 0
-    mine.close()
-    other.close()
 
 
 def test_another_slot_size_under_the_same_namespace(tmp_path: Path) -> None:
@@ -561,7 +523,6 @@ def test_without_direct_io_everything_works_the_same(small_disk: Path, monkeypat
     tier.close()
     tier = open_tier(small_disk, slots=16)
     assert served(tier, KEYS) == 8
-    tier.close()
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from chain_calls import get_chain, put_chain
+from chain_calls import get_chain, put_document, served_of_document
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.metrics import series
@@ -28,7 +29,7 @@ from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_nam
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.faults import Crash, Faults
-from kvpact_testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.sample_blocks import CANARY, document, empty_buffers
 from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
 from scenes import NAMESPACE as SCENE_NAMESPACE
 from scenes import PAGE, Scene, SceneRequest, tokens, until
@@ -53,16 +54,8 @@ def open_tier(url: str) -> SharedTier:
     return SharedTier(open_store(url), NAMESPACE, SLOT)
 
 
-def put(tier: Tier, wanted: Document) -> int:
-    return put_chain(tier, wanted.keys, filled_buffers(wanted.keys, SLOT, 2))
-
-
-def served(tier: Tier, wanted: Document) -> int:
-    buffers = empty_buffers(len(wanted), SLOT, 2)
-    arrived = get_chain(tier, wanted.keys, buffers)
-    for key, buffer in zip(wanted.keys[:arrived], buffers, strict=False):
-        assert b"".join(buffer) == content(key, SLOT)
-    return arrived
+put = partial(put_document, slot_bytes=SLOT)
+served = partial(served_of_document, slot_bytes=SLOT)
 
 
 def timed(call: Callable[[], Any]) -> Any:
@@ -362,7 +355,7 @@ def test_h11_the_pools_lease_runs_out_between_look_up_and_read(tmp_path: Path, l
         counts = second.cache.observe()
         assert counts[series("damaged_records", "mooncake")] == counts["failed_tokens"] == 0
         second.cache.request_finished("here")
-        for one in (first, second):
+        for one in (first, second):  # before the pool
             one.close()
 
 

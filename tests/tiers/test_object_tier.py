@@ -18,7 +18,7 @@ import obstore
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from chain_calls import get_chain, put_chain
+from chain_calls import get_chain, put_document, served_of_document
 from hook_time import assert_ends_within
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
@@ -183,18 +183,11 @@ def scene(s3: Traffic) -> Iterator[Scene]:
 
 
 def stored(tier: SharedTier, wanted: Document = DOCUMENT, start: int = 0, end: int = 8) -> int:
-    keys = wanted.keys[start:end]
-    return put_chain(tier, keys, filled_buffers(keys, SLOT, 2), wanted.keys[:start])
+    return put_document(tier, wanted, SLOT, start, end)
 
 
 def served(tier: SharedTier, wanted: Document = DOCUMENT, start: int = 0, end: int = 8) -> int:
-    """How many blocks are served; each of them is itself."""
-    end = min(end, len(wanted))
-    buffers = empty_buffers(end - start, SLOT, 2)
-    arrived = get_chain(tier, wanted.keys[start:end], buffers, wanted.keys[:start])
-    for key, buffer in zip(wanted.keys[start : start + arrived], buffers, strict=False):
-        assert b"".join(buffer) == content(key, SLOT)
-    return arrived
+    return served_of_document(tier, wanted, SLOT, start, end)
 
 
 def test_blocks_written_together_are_one_object_and_one_of_them_is_a_range(scene: Scene) -> None:

@@ -19,15 +19,16 @@ from typing import Any
 
 import pytest
 
+from chain_calls import put_document, served_of_document
 from kvpact.cache.stats_file import StatsFile
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.identity.weights import DigestMemory, FileStamp
 from kvpact.memory.arena import ArenaSegment
-from kvpact.tiers.base import Tier, chained, leading
+from kvpact.tiers.base import Tier
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
-from kvpact_testkit.sample_blocks import content, document, empty_buffers, filled_buffers
+from kvpact_testkit.sample_blocks import document
 from other_user import GROUP, OTHER_USER, SECOND_USER, THIRD_USER, as_user, needs_root, open_place
 
 SLOT = 8192
@@ -73,18 +74,11 @@ def open_here(kind: str, place: Path, group: int | None = None) -> Tier:
 
 
 def put(tier: Tier, name: str, blocks: int = 4) -> int:
-    wanted = document(name, blocks)
-    return sum(tier.put(chained(wanted.keys, filled_buffers(wanted.keys, SLOT, 2))))
+    return put_document(tier, document(name, blocks), SLOT)
 
 
 def served(tier: Tier, name: str) -> int:
-    wanted = document(name, 4)
-    buffers = empty_buffers(4, SLOT, 2)
-    count = leading(tier.get(wanted.keys, buffers))
-    assert all(
-        b"".join(buffer) == content(key, SLOT) for key, buffer in zip(wanted.keys[:count], buffers, strict=False)
-    )
-    return count
+    return served_of_document(tier, document(name, 4), SLOT)
 
 
 def modes(place: Path) -> dict[str, set[str]]:

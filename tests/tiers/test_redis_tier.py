@@ -20,7 +20,7 @@ from urllib.parse import quote
 import pytest
 import redis
 
-from chain_calls import get_chain, put_chain
+from chain_calls import get_chain, put_chain, put_document, served_of_document
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordMac, Tier
@@ -42,7 +42,7 @@ from kvpact.tiers.shared.store import (
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.faults import Faults
-from kvpact_testkit.sample_blocks import Document, content, document, empty_buffers, filled_buffers
+from kvpact_testkit.sample_blocks import Document, document, empty_buffers
 from kvpact_testkit.tier.buffers import give_back, require_untouched
 from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact_testkit.tier.harness import NAMESPACE
@@ -117,6 +117,18 @@ class RedisConformance(TierConformance):
     gives_up_after = 0.2
     machine_examples = 4
     faults = Faults()
+    valkey = False
+    options = "/3?timeout=20"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+        with (
+            redis_server(tmp_path_factory.mktemp("redis"), valkey=cls.valkey) as server,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setenv(URL_VARIABLE, f"redis://{server.address}{cls.options}")
+            yield server
 
     def open_tier(self, place: StoreContext) -> Tier:
         store = PlacedStore(_open(os.environ[URL_VARIABLE]), place, self.faults)
@@ -152,43 +164,26 @@ def _record(store: RecordStore, name: str) -> bytes:
 
 
 class TestOneServer(RedisConformance):
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-        with redis_server(tmp_path_factory.mktemp("redis")) as server, pytest.MonkeyPatch.context() as patch:
-            patch.setenv(URL_VARIABLE, f"redis://{server.address}/3?timeout=20")
-            yield server
+    pass
 
 
 class TestSplitAndSealedRecords(RedisConformance):
     slot_bytes = 3 * 4096 + 5
     seal = RecordMac.from_secret(b"the key of our engines")
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-        with redis_server(tmp_path_factory.mktemp("redis")) as server, pytest.MonkeyPatch.context() as patch:
-            patch.setenv(URL_VARIABLE, f"redis://{server.address}?timeout=20&part=4KiB&expiry=1h")
-            yield server
+    options = "?timeout=20&part=4KiB&expiry=1h"
 
 
 class TestCluster(RedisConformance):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def cluster(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         with redis_cluster(tmp_path_factory.mktemp("cluster")) as nodes, pytest.MonkeyPatch.context() as patch:
             patch.setenv(URL_VARIABLE, f"redis+cluster://{nodes[0].address},{nodes[1].address}?timeout=20")
             yield nodes
 
 
 class TestValkey(RedisConformance):
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-        directory = tmp_path_factory.mktemp("valkey")
-        with redis_server(directory, valkey=True) as server, pytest.MonkeyPatch.context() as patch:
-            patch.setenv(URL_VARIABLE, f"redis://{server.address}/3?timeout=20")
-            yield server
+    valkey = True
 
 
 SLOT = 64 << 10
@@ -201,16 +196,11 @@ def opened(url: str, slot_bytes: int = SLOT) -> SharedTier:
 
 
 def stored(tier: SharedTier, wanted: Document = DOCUMENT) -> int:
-    return put_chain(tier, wanted.keys, filled_buffers(wanted.keys, _slot(tier), 2))
+    return put_document(tier, wanted, _slot(tier))
 
 
 def served(tier: SharedTier, wanted: Document = DOCUMENT) -> int:
-    """How many blocks are served; each of them is itself, and no other buffer is written to later."""
-    buffers = empty_buffers(len(wanted), _slot(tier), 2)
-    arrived = get_chain(tier, wanted.keys, buffers)
-    for key, buffer in zip(wanted.keys[:arrived], buffers, strict=False):
-        assert b"".join(buffer) == content(key, _slot(tier))
-    return arrived
+    return served_of_document(tier, wanted, _slot(tier))
 
 
 def _slot(tier: SharedTier) -> int:

@@ -20,7 +20,7 @@ from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.tier import DiskTier
-from slab_scenes import capacity_for, chain, files_in, open_tier, served, store
+from slab_scenes import bare_tier, capacity_for, chain, files_in, served, store
 
 TRUNK = chain("trunk", 8)
 CHAINS = [TRUNK, chain("branch", 9, TRUNK[:3]), chain("alone", 7)]
@@ -92,7 +92,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.tiers) < MOST_ENGINES)
     @rule()
     def open(self) -> None:
-        self.tiers.append(open_tier(self.directory, self.slots))
+        self.tiers.append(bare_tier(self.directory, self.slots))
         self.refused[self.tiers[-1]], self.deleted[self.tiers[-1]] = set(), set()
         self.look()
 

@@ -143,8 +143,6 @@ def test_h22_damage_under_an_open_slab_is_a_miss(tmp_path: Path, damage: Callabl
     damage(slab_path(tmp_path), slot_of(tier, KEYS[HIT]), slot_of(tier, KEYS[6]))
     assert served(tier, KEYS) == HIT
     assert tier.counts().damaged == 1
-    tier.check()
-    tier.close()
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 4095, 4096, 5000])
@@ -153,7 +151,6 @@ def test_h22_a_file_cut_off_in_its_tables_starts_empty_or_short(tmp_path: Path, 
     tier = open_tier(tmp_path)
     assert tier.leading(KEYS) == 0
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
-    tier.close()
 
 
 def test_h22_a_file_cut_off_in_its_payloads_keeps_what_is_left(tmp_path: Path) -> None:
@@ -162,7 +159,6 @@ def test_h22_a_file_cut_off_in_its_payloads_keeps_what_is_left(tmp_path: Path) -
     assert tier.leading(KEYS) == HIT == served(tier, KEYS)
     assert tier.counts().damaged == 8 - HIT
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
-    tier.close()
 
 
 def test_h22_a_file_cut_off_while_open_is_a_miss_and_no_crash(tmp_path: Path) -> None:
@@ -171,7 +167,6 @@ def test_h22_a_file_cut_off_while_open_is_a_miss_and_no_crash(tmp_path: Path) ->
     os.truncate(slab_path(tmp_path), payload_at(slab_path(tmp_path), slot_of(tier, KEYS[HIT])) + 100)
     assert served(tier, KEYS) == HIT
     assert tier.counts().damaged == 1
-    tier.close()
 
 
 def test_h22_a_damaged_superblock_costs_the_slab_and_nothing_else(
@@ -184,7 +179,6 @@ def test_h22_a_damaged_superblock_costs_the_slab_and_nothing_else(
     assert "damaged superblock: its checksum does not match; starting an empty one" in caplog.text
     assert tier.leading(KEYS) == 0
     assert store(tier, KEYS) == 8 == served(tier, KEYS)
-    tier.close()
 
 
 def test_h22_damage_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,7 +190,6 @@ def test_h22_damage_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert served(tier, keys) == 1
     assert tier.counts().damaged == 3
     assert caplog.text.count("does not match its checksum") == 1
-    tier.close()
 
 
 def test_h20_a_hole_ends_the_answer_and_late_hits_do_not_count(tmp_path: Path) -> None:
@@ -205,4 +198,3 @@ def test_h20_a_hole_ends_the_answer_and_late_hits_do_not_count(tmp_path: Path) -
     store(tier, KEYS)
     flipped_first_byte(slab_path(tmp_path), slot_of(tier, KEYS[0]), 0)
     assert served(tier, KEYS) == 0, "seven sound blocks behind a damaged first one are no hit"
-    tier.close()

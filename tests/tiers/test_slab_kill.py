@@ -16,7 +16,7 @@ from slab_churn import NAMES
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_directory import SlabDirectory
-from slab_scenes import capacity_for, chain, layout, open_tier, served, slab_path
+from slab_scenes import bare_tier, capacity_for, chain, layout, served, slab_path
 
 TESTS = Path(__file__).parents[1]
 OF_A_LARGER_SLAB = "its payload is beyond the end of the file; dropped"
@@ -59,7 +59,7 @@ def kill_and_check(directory: Path, slots: int, seed: int, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(Slab, "preadv", staticmethod(counted))
-        tier = open_tier(directory, slots, timeout=2.0)
+        tier = bare_tier(directory, slots, timeout=2.0)
     assert sum(read) <= layout(slab_path(directory)).table_bytes, "H59: no payload is read on a restart"
     assert tier.counts().damaged == 0
     tier.check()
@@ -93,21 +93,21 @@ def test_h22_h59_kills_with_slabs_of_any_size(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_killed_process_leaves_its_lock_to_the_next_even_if_it_had_forked(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
+    tier = bare_tier(tmp_path)
     pid = os.fork()
     if pid == 0:
         time.sleep(30)  # a worker that an engine forked outlives it for a while
         os._exit(0)
     try:
         tier.close()
-        open_tier(tmp_path, timeout=5.0).close()
+        bare_tier(tmp_path, timeout=5.0).close()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
 def test_a_process_that_is_forked_while_the_directory_is_locked_does_not_keep_it_locked(tmp_path: Path) -> None:
-    open_tier(tmp_path).close()
+    bare_tier(tmp_path).close()
     directory = SlabDirectory(tmp_path)
     with directory.locked(1.0):
         pid = os.fork()

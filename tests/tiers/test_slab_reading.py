@@ -20,7 +20,7 @@ from kvpact.tiers.disk.header_table import PIECE_SLOTS
 from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.record import sound_in_slab
-from slab_scenes import NAMESPACE, filled
+from slab_scenes import NAMESPACE, filled, opened
 from slab_tables import chain_keys, write_slab
 
 BLOCKS = 6 * PIECE_SLOTS
@@ -29,15 +29,22 @@ PAGE = 4096
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening reads two pieces; the rest is read when a test says so."""
+def capacity(tmp_path: Path) -> int:
+    """Of a slab of `BLOCKS` blocks, which nobody has opened."""
+    return write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)[1]
+
+
+@pytest.fixture
+def tier(tmp_path: Path, capacity: int, monkeypatch: pytest.MonkeyPatch) -> DiskTier:
+    """The slab, opened: that reads two pieces; the rest is read when a test says so."""
     monkeypatch.setattr(own_slab, "FIRST_READ_S", 0.0)
     monkeypatch.setattr(own_slab, "FIRST_PIECES", 1)
     monkeypatch.setattr("kvpact.tiers.disk.tier.start_background", lambda name, run: None)
+    return open_slab(tmp_path, capacity)
 
 
-def opened(directory: Path, capacity: int) -> DiskTier:
-    return DiskTier.open(directory, NAMESPACE, PAGE, capacity)
+def open_slab(directory: Path, capacity: int) -> DiskTier:
+    return opened(DiskTier.open(directory, NAMESPACE, PAGE, capacity))
 
 
 def is_reading(tier: DiskTier) -> bool:
@@ -50,10 +57,7 @@ def chain_at(block: int) -> list[bytes]:
     return chain_keys(0, block, CHAIN)
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_h59_what_has_been_read_is_served_and_the_rest_comes_later(tmp_path: Path) -> None:
-    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
-    tier = opened(tmp_path, capacity)
+def test_h59_what_has_been_read_is_served_and_the_rest_comes_later(tier: DiskTier) -> None:
     assert is_reading(tier)
     assert (tier.capacity().blocks, tier.leading(chain_at(0)), tier.leading(chain_at(BLOCKS - CHAIN))) == (
         2 * PIECE_SLOTS,
@@ -64,25 +68,19 @@ def test_h59_what_has_been_read_is_served_and_the_rest_comes_later(tmp_path: Pat
     assert not is_reading(tier)
     assert (tier.capacity().blocks, tier.leading(chain_at(BLOCKS - CHAIN))) == (BLOCKS, CHAIN)
     assert tier.counts().damaged == 0
-    tier.close()
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_h59_nothing_is_stored_over_what_is_still_to_be_read(tmp_path: Path) -> None:
-    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
-    tier = opened(tmp_path, capacity)
+def test_h59_nothing_is_stored_over_what_is_still_to_be_read(tier: DiskTier) -> None:
     new = chain_keys(1, 0, 4)
     assert tier.put(chained(new, filled(new, PAGE))) == [False] * 4
     tier.tend()
     assert tier.capacity().blocks == BLOCKS, "nothing was evicted for it either"
     assert tier.put(chained(new, filled(new, PAGE))) == [True] * 4
-    tier.close()
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_h36_what_is_deleted_while_the_table_is_read_stays_deleted(tmp_path: Path) -> None:
-    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
-    tier = opened(tmp_path, capacity)
+def test_h36_what_is_deleted_while_the_table_is_read_stays_deleted(
+    tier: DiskTier, tmp_path: Path, capacity: int
+) -> None:
     late, early = chain_at(BLOCKS - CHAIN), chain_at(0)
     tier.delete([late[100], early[7]])
     assert (tier.leading(early), tier.leading(late)) == (7, 0)
@@ -90,27 +88,18 @@ def test_h36_what_is_deleted_while_the_table_is_read_stays_deleted(tmp_path: Pat
     assert (tier.leading(early), tier.leading(late)) == (7, 100)
     tier.check()
     tier.close()
-    again = opened(tmp_path, capacity)
+    again = open_slab(tmp_path, capacity)
     again.tend()
     assert (again.leading(early), again.leading(late)) == (7, 100), "on disk as well"
-    again.close()
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_clearing_clears_what_is_still_to_be_read(tmp_path: Path) -> None:
-    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
-    tier = opened(tmp_path, capacity)
+def test_clearing_clears_what_is_still_to_be_read(tier: DiskTier) -> None:
     tier.clear()
     tier.tend()
     assert (tier.capacity().blocks, list(tier.scan())) == (0, [])
-    tier.check()
-    tier.close()
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_a_table_that_cannot_be_read_for_a_while_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
-    tier = opened(tmp_path, capacity)
+def test_a_table_that_cannot_be_read_for_a_while_is_read_on(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")
@@ -122,15 +111,10 @@ def test_a_table_that_cannot_be_read_for_a_while_is_read_on(tmp_path: Path, monk
     assert "Input/output error" in tier.health().reason
     tier.tend()
     assert (is_reading(tier), tier.capacity().blocks) == (False, BLOCKS)
-    tier.check()
-    tier.close()
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_blocks_are_read_and_used_while_the_table_is_read(tmp_path: Path) -> None:
+def test_blocks_are_read_and_used_while_the_table_is_read(tier: DiskTier) -> None:
     """The pins of reads and the use of blocks outlive the end of the table."""
-    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
-    tier = opened(tmp_path, capacity)
     keys = chain_at(CHAIN)[:4]
     assert tier.get(keys, filled(keys, PAGE)) == [False] * 4, (
         "the payloads of this slab are holes: damaged, and dropped"
@@ -139,12 +123,12 @@ def test_blocks_are_read_and_used_while_the_table_is_read(tmp_path: Path) -> Non
     tier.tend()
     tier.check()
     assert tier.counts().damaged == 1
-    tier.close()
 
 
-def test_opening_reads_the_table_in_few_reads_and_skips_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_reads_the_table_in_few_reads_and_skips_holes(
+    tmp_path: Path, capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Operations and bytes, not time: one read a piece of written headers, none of the room for more slots."""
-    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
     sizes = list[int]()
 
     def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
@@ -159,13 +143,12 @@ def test_opening_reads_the_table_in_few_reads_and_skips_holes(tmp_path: Path, mo
 
     monkeypatch.setattr(Slab, "preadv", staticmethod(counted))
     monkeypatch.setattr(header_table, "sound_in_slab", judging)
-    tier = opened(tmp_path, capacity)
+    tier = open_slab(tmp_path, capacity)
     tier.tend()
     assert tier.capacity().blocks == BLOCKS
     assert len(judged) <= BLOCKS // PIECE_SLOTS + 1
     assert sum(judged) <= BLOCKS + PAGE_BYTES // HEADER_BYTES
     assert len(sizes) <= 2 * (BLOCKS // PIECE_SLOTS + 1)
-    tier.close()
 
 
 def test_memory_of_a_slab_that_is_open_is_at_most_150_bytes_a_block(tmp_path: Path) -> None:
@@ -197,10 +180,7 @@ print(tier.capacity().blocks, grown)
     assert (blocks, grown <= 150 * blocks) == (1_500_000, True), f"{grown / blocks:.0f} bytes a block"
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_h58_no_lookup_waits_for_the_reader_of_a_large_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, capacity = write_slab(tmp_path, NAMESPACE, BLOCKS, chain_blocks=CHAIN)
-    tier = opened(tmp_path, capacity)
+def test_h58_no_lookup_waits_for_the_reader_of_a_large_table(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     at_its_end, goes_on, end_restore = threading.Event(), threading.Event(), BlockIndex.end_restore
 
     def slow(index: BlockIndex, order: RowArray) -> None:
@@ -216,4 +196,3 @@ def test_h58_no_lookup_waits_for_the_reader_of_a_large_table(tmp_path: Path, mon
     goes_on.set()
     reader.join()
     assert tier.leading(chain_at(0)) == CHAIN
-    tier.close()

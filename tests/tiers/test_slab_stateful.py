@@ -16,9 +16,9 @@ from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.tier import DiskTier
 from slab_scenes import (
+    bare_tier,
     capacity_for,
     chain,
-    open_tier,
     overwrite,
     payload_at,
     served,
@@ -87,10 +87,10 @@ class SlabMachine(RuleBasedStateMachine):
 
     def reopened(self) -> DiskTier:
         try:
-            return open_tier(self.directory, self.slots)
+            return bare_tier(self.directory, self.slots)
         except Killed:  # while it was starting
             self.death.dead, self.death.writes_left = False, None
-            return open_tier(self.directory, self.slots)
+            return bare_tier(self.directory, self.slots)
 
     def prefix(self, keys: list[bytes]) -> int:
         return next((block for block, key in enumerate(keys) if key not in self.held), len(keys))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from company_answers import Said, Thrice
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.platforms.cpu import CpuPlatform
 
 from engines import BLOCK, BLOCK_BY_BLOCK
 from kvpact.vllm.compat.objects import connectors_of
@@ -23,6 +24,17 @@ from kvpact_testkit.demo.engine import BASE_ARGUMENTS
 from tiny_engine import kvpact_transfer_config
 
 AT_REST_S = 20.0
+
+
+def schedule_ahead() -> None:
+    """Undo what turns asynchronous scheduling off on CPUs, "not required", for all engines of this process."""
+    choose_for_cpu = CpuPlatform.check_and_update_config
+
+    def choose(config: Any) -> None:
+        choose_for_cpu(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(choose)
 
 
 class CompanyEngine:

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from company_answers import Said, Thrice
-from company_engine import CompanyEngine, prompt_of, said
+from company_engine import CompanyEngine, prompt_of, said, schedule_ahead
 from company_models import image_token, picture
 from vllm import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.lora.request import LoRARequest
-from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -167,13 +166,7 @@ def scheduled(model: Path, arguments: dict[str, Any]) -> tuple[Thrice, dict[str,
     With `async_scheduling` the line is undone by which vLLM turns that off on CPUs, "not required".
     """
     if arguments.get("async_scheduling"):
-        choose_for_cpu = CpuPlatform.check_and_update_config
-
-        def choose(config: Any) -> None:
-            choose_for_cpu(config)
-            config.scheduler_config.async_scheduling = True
-
-        CpuPlatform.check_and_update_config = staticmethod(choose)
+        schedule_ahead()
     engine = CompanyEngine(model, **arguments)
     thrice = engine.ask_thrice(prompt(1, BLOCKS), max_tokens=20)
     made = {

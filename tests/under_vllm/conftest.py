@@ -40,7 +40,7 @@ def faulty_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
-    """Starts a played engine with these tiers and settings."""
+    """Starts a played engine with these tiers and settings; one that the test leaves open comes to rest."""
     from vllm_played_engine import PlayedEngine
 
     engines: list[PlayedEngine] = []
@@ -53,4 +53,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., PlayedEngine]]:
 
     yield start
     for engine in engines:
+        if engine.connector.scheduler_side.mounted is not None:
+            engine.run()
+            engine.assert_at_rest()
         engine.close()

@@ -9,9 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from company_engine import CompanyEngine, prompt_of
+from company_engine import CompanyEngine, prompt_of, schedule_ahead
 from vllm import LLM, SamplingParams
-from vllm.platforms.cpu import CpuPlatform
 
 from kvpact_testkit.demo.engine import BASE_ARGUMENTS
 
@@ -41,13 +40,7 @@ def crowd(
     vLLM turns asynchronous scheduling off on CPUs, "not required"; with `overlap` that is undone.
     """
     if overlap:
-        choose_for_cpu = CpuPlatform.check_and_update_config
-
-        def choose(config: Any) -> None:
-            choose_for_cpu(config)
-            config.scheduler_config.async_scheduling = True
-
-        CpuPlatform.check_and_update_config = staticmethod(choose)
+        schedule_ahead()
     arguments = {**ARGUMENTS, "async_scheduling": overlap}
     settings = {"memory": "24MiB", "sync_load_budget": "512KiB"}
     company = CompanyEngine(model, kvpact=settings, **arguments) if cache else None

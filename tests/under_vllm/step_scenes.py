@@ -12,10 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from company_engine import prompt_of
+from company_engine import prompt_of, schedule_ahead
 from step_answers import Seen
 from vllm import LLM, SamplingParams
-from vllm.platforms.cpu import CpuPlatform
 
 from kvpact_testkit.demo.engine import BASE_ARGUMENTS
 from tiny_engine import prompt
@@ -93,13 +92,7 @@ def hits(model: Path, folder: Path, arguments: dict[str, Any]) -> Seen:
     """
     os.environ["STEP_CONTROL"] = str(folder)
     if arguments.get("async_scheduling"):
-        choose_for_cpu = CpuPlatform.check_and_update_config
-
-        def choose(config: Any) -> None:
-            choose_for_cpu(config)
-            config.scheduler_config.async_scheduling = True
-
-        CpuPlatform.check_and_update_config = staticmethod(choose)
+        schedule_ahead()
     engine = Watched({**BASE_ARGUMENTS, **ARGUMENTS, "model": str(model), **arguments})
     stored = prompt(951, 3)
     (first,) = engine.ask(stored)

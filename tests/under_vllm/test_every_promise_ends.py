@@ -5,7 +5,6 @@ vLLM's schedulers are real; the workers are played (docs/vllm-driver.md). The co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from leasing_connectors import Leasing, OfThePact
 
+from at_the_end import at_the_end
 from kvpact.contract import ExternalMatchExit
 from kvpact_testkit.vllm.compat import EngineSettings
 from kvpact_testkit.vllm.engine import VllmEngine
@@ -61,17 +61,22 @@ def test_h114_also_with_drafts_asynchronous_scheduling_and_two_stages(kind: str,
     _none_left(run_on_vllm(kind, 30, scheduler=SCHEDULER, **settings))
 
 
-def test_h114_another_request_computes_a_part_of_the_stem() -> None:
-    """vLLM then asks behind it, and another match is committed; the first one never heard a word."""
-    transfer = {"kv_connector": "Memoises", "kv_connector_module_path": "leasing_on_vllm"}
-    engine = VllmEngine(
-        EngineSettings(num_blocks=21, scheduler=SCHEDULER, by_priority=True), transfer, lambda line: None
-    )
-    stem = prompt_of(1)
-    engine.add("stored", stem[:161], max_tokens=1)
+def engine_with(transfer: dict[str, Any], tokens: list[int], **settings: Any) -> VllmEngine:
+    """An engine whose connectors have stored the first ten blocks of these tokens, and that has forgotten them."""
+    engine = VllmEngine(EngineSettings(num_blocks=21, scheduler=SCHEDULER, **settings), transfer, lambda line: None)
+    at_the_end(engine.close)
+    engine.add("stored", tokens[:161], max_tokens=1)
     engine.finish("stored")
     engine.drain()
     engine.forget_computed()
+    return engine
+
+
+def test_h114_another_request_computes_a_part_of_the_stem() -> None:
+    """vLLM then asks behind it, and another match is committed; the first one never heard a word."""
+    transfer = {"kv_connector": "Memoises", "kv_connector_module_path": "leasing_on_vllm"}
+    stem = prompt_of(1)
+    engine = engine_with(transfer, stem, by_priority=True)
     account = engine.connector.__dict__["_account"] = Account()
     engine.add("wall", prompt_of(2), max_tokens=2 * BLOCK)
     engine.step()
@@ -84,26 +89,20 @@ def test_h114_another_request_computes_a_part_of_the_stem() -> None:
     assert (first.question[0], second.question[0]) == (0, 32)
     assert engine.finish("wall", "sibling", "waits")
     assert (account.left, account.aborts, account.mistakes) == (0, [ExternalMatchExit.SUPERSEDED], [])
-    engine.close()
 
 
 @pytest.fixture
-def open_match() -> Iterator[VllmEngine]:
+def open_match() -> VllmEngine:
     """An engine with a match open: the head of its queue is blocked."""
     Leasing.begin()
-    engine = VllmEngine(EngineSettings(num_blocks=21, scheduler=SCHEDULER), named(OfThePact), lambda line: None)
-    engine.add("stored", prompt_of(1)[:161], max_tokens=1)
-    engine.finish("stored")
-    engine.forget_computed()
+    engine = engine_with(named(OfThePact), prompt_of(1))
     engine.add("wall", prompt_of(2)[:160], max_tokens=100)
     engine.step()
     engine.add("blocked", prompt_of(1)[:170], max_tokens=1)
     engine.step()
     assert engine.connector.leases == {"blocked": 10}
     Leasing.heard.clear()
-    yield engine
-    engine.close()
-    Leasing.begin()
+    return engine
 
 
 def test_h114_the_end_of_the_engine_ends_every_match(open_match: VllmEngine) -> None:
@@ -114,11 +113,7 @@ def test_h114_the_end_of_the_engine_ends_every_match(open_match: VllmEngine) -> 
 def test_h114_connectors_inside_a_multi_connector_inside_another_are_told_too() -> None:
     transfer = under_multi_connector(named(SimpleConnector), under_multi_connector(named(OfThePact)))
     Leasing.begin()
-    engine = VllmEngine(EngineSettings(num_blocks=21, scheduler=SCHEDULER), transfer, lambda line: None)
-    engine.add("stored", prompt_of(1)[:161], max_tokens=1)
-    engine.finish("stored")
-    engine.drain()
-    engine.forget_computed()
+    engine = engine_with(transfer, prompt_of(1))
     engine.add("loser", prompt_of(1)[:170], max_tokens=1)
     assert engine.finish("loser")
     assert ("abort", "loser", ExternalMatchExit.OTHER_CONNECTOR) in Leasing.heard
@@ -129,5 +124,3 @@ def test_h114_connectors_inside_a_multi_connector_inside_another_are_told_too() 
     engine.step()
     engine.abort("blocked")
     assert Leasing.heard[-1] == ("abort", "blocked", ExternalMatchExit.CANCELLED)
-    engine.close()
-    Leasing.begin()

@@ -62,6 +62,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[PlayedEngine, HangingC
         engine.close()
 
 
+def stored(
+    start: Callable[..., tuple[PlayedEngine, HangingCopies]], **settings: Any
+) -> tuple[PlayedEngine, HangingCopies, list[int]]:
+    """An engine that has saved a prompt, and has nothing of it itself."""
+    engine, copies = start(**{"sync_load_budget": 0, **settings})
+    prompt = make_prompt(1, BLOCKS)
+    engine.generate(prompt)
+    engine.forget()
+    return engine, copies, prompt
+
+
 def step_until(engine: PlayedEngine, reached: Callable[[], Any], seconds: float = 10.0) -> float:
     """Step until something is so; how long it took."""
     began = time.monotonic()
@@ -96,10 +107,7 @@ def by_request(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_h07_h10_a_load_that_hangs_costs_its_request_the_deadline_and_no_other_anything(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]], by_request: bool, local: int, garbage: bool
 ) -> None:
-    engine, copies = start(sync_load_budget=0)
-    prompt = make_prompt(1, BLOCKS)
-    engine.generate(prompt)
-    engine.forget()
+    engine, copies, prompt = stored(start)
     if local:
         copies.restore()
         engine.generate(prompt[: local * BLOCK + 1])
@@ -134,10 +142,7 @@ def test_h07_a_first_block_that_others_have_as_well_is_not_named(
 ) -> None:
     """A running neighbour would have to compute everything again."""
     monkeypatch.setattr(late_loads, "TAKES_FAILED_REQUESTS", False)
-    engine, copies = start(sync_load_budget=0)
-    prompt = make_prompt(1, BLOCKS)
-    engine.generate(prompt)
-    engine.forget()
+    engine, copies, prompt = stored(start)
     copies.restore()
     neighbour = engine.add(prompt[: 2 * BLOCK + 1], max_tokens=400)
     step_until(engine, lambda: neighbour.said)
@@ -175,10 +180,7 @@ def test_h07_h10_two_loads_behind_one_copy_that_hangs(
 def test_h07_h10_a_request_that_is_cancelled_while_its_load_hangs(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]], by_request: bool
 ) -> None:
-    engine, copies = start(sync_load_budget=0, num_blocks=24)
-    prompt = make_prompt(1, BLOCKS)
-    engine.generate(prompt)
-    engine.forget()
+    engine, copies, prompt = stored(start, num_blocks=24)
     copies.garbage = True
     free = engine.pool.get_num_free_blocks()
     hangs = engine.add(prompt)
@@ -198,10 +200,7 @@ def test_h07_h10_a_request_that_is_cancelled_while_its_load_hangs(
 def test_h07_h10_a_load_within_the_step_that_hangs_costs_the_step_its_deadline(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]], layerwise: bool
 ) -> None:
-    engine, copies = start(sync_load_budget="1GiB", layerwise=layerwise)
-    prompt = make_prompt(1, BLOCKS)
-    engine.generate(prompt)
-    engine.forget()
+    engine, copies, prompt = stored(start, sync_load_budget="1GiB", layerwise=layerwise)
     free = engine.pool.get_num_free_blocks()
     hangs = engine.add(prompt)
     assert step_until(engine, lambda: hangs.finish_reason) < SOON
@@ -220,10 +219,7 @@ def test_h07_h10_a_load_within_the_step_that_hangs_costs_the_step_its_deadline(
 def test_h10_an_idle_engine_gets_the_blocks_back_when_the_copy_ends(
     start: Callable[..., tuple[PlayedEngine, HangingCopies]],
 ) -> None:
-    engine, copies = start(sync_load_budget=0)
-    prompt = make_prompt(1, BLOCKS)
-    engine.generate(prompt)
-    engine.forget()
+    engine, copies, prompt = stored(start)
     hangs = engine.add(prompt)
     step_until(engine, lambda: hangs.finish_reason)
     copies.go_on.set()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,24 +31,18 @@ LOADS: dict[str, dict[str, Any]] = {"sync": {"sync_load_budget": "1GiB"}, "async
 
 
 @pytest.fixture(params=LOADS)
-def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., PlayedEngine]]:
+def start(start: Callable[..., PlayedEngine], request: pytest.FixtureRequest) -> Callable[..., PlayedEngine]:
     """Starts an engine that has stored all `PROMPTS` and holds nothing itself; nothing is counted yet."""
-    engines: list[PlayedEngine] = []
 
-    def start(**settings: Any) -> PlayedEngine:
-        settings = {"scheduler_class": KvpactScheduler, **LOADS[request.param], **settings}
-        engine = PlayedEngine(tmp_path / f"engine-{len(engines)}", **settings)
-        engines.append(engine)
+    def start_filled(**settings: Any) -> PlayedEngine:
+        engine = start(**{"scheduler_class": KvpactScheduler, **LOADS[request.param], **settings})
         for prompt in PROMPTS:
             engine.generate(prompt)
         engine.forget()
         engine.computed_tokens = engine.external_queries = 0
         return engine
 
-    yield start
-    for engine in engines:
-        engine.assert_at_rest()
-        engine.close()
+    return start_filled
 
 
 def fail_loads(engine: PlayedEngine, fails: Callable[[LoadJob, int], bool]) -> None:
@@ -67,6 +60,12 @@ def fail_loads(engine: PlayedEngine, fails: Callable[[LoadJob, int], bool]) -> N
         end(job_id, outcome)
 
     jobs.end = end_badly
+
+
+def ask(engine: PlayedEngine) -> PlayedRequest:
+    played = engine.generate(PROMPTS[0])
+    assert played.said == answer(PROMPTS[0], 3)
+    return played
 
 
 def loads_in_the_step(engine: PlayedEngine) -> bool:
@@ -92,8 +91,7 @@ def assert_counts_are_true(engine: PlayedEngine, *requests: PlayedRequest, local
 def test_h75_what_failed_to_load_is_no_hit(start: Callable[..., PlayedEngine], first_failed: int) -> None:
     engine = start()
     fail_loads(engine, lambda job, block: block >= first_failed)
-    played = engine.generate(PROMPTS[0])
-    assert played.said == answer(PROMPTS[0], 3)
+    played = ask(engine)
     assert played.cached_tokens == first_failed * BLOCK
     assert_counts_are_true(engine, played, failed=first_failed < BLOCKS)
 
@@ -103,8 +101,7 @@ def test_h75_what_the_engine_had_itself_stays_a_hit(start: Callable[..., PlayedE
     engine = start()
     head = engine.generate(PROMPTS[0][: 2 * BLOCK + 1])
     fail_loads(engine, lambda job, block: block >= first_failed)
-    played = engine.generate(PROMPTS[0])
-    assert played.said == answer(PROMPTS[0], 3)
+    played = ask(engine)
     assert played.cached_tokens == first_failed * BLOCK
     assert_counts_are_true(engine, head, played, local=2 * BLOCK, failed=1)
 
@@ -115,8 +112,7 @@ def test_h75_on_stock_schedulers_the_request_is_told_right_and_the_counter_is_wh
     """As docs/contract-on-vllm.md says."""
     engine = start(scheduler_class=Scheduler)
     fail_loads(engine, lambda job, block: block >= 2)
-    played = engine.generate(PROMPTS[0])
-    assert played.said == answer(PROMPTS[0], 3)
+    played = ask(engine)
     assert played.cached_tokens == engine.counts["used_tokens"] == 2 * BLOCK
     assert engine.external_hits == engine.external_hits_by_source == BLOCKS * BLOCK
 
@@ -181,8 +177,7 @@ def test_h75_a_load_that_is_never_ordered_is_no_hit(
         raise OSError("injected")
 
     monkeypatch.setattr(cache, broken, fail)
-    played = engine.generate(PROMPTS[0])
-    assert played.said == answer(PROMPTS[0], 3)
+    played = ask(engine)
     assert played.cached_tokens == 0
     assert_counts_are_true(engine, played, failed=1)
 

@@ -8,10 +8,9 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from at_the_end import at_the_end
 from kvpact.identity.weights import adapter_digest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
@@ -67,12 +67,16 @@ def config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(named | changes))
 
 
+def begin(**changes: Any) -> RequestIdentities:
+    """Those of an engine that starts now and ends with the test."""
+    made = RequestIdentities(config(**changes))
+    at_the_end(made.close)
+    return made
+
+
 @pytest.fixture
-def identities() -> Iterator[RequestIdentities]:
-    """One engine's."""
-    made = RequestIdentities(config())
-    yield made
-    made.close()
+def identities() -> RequestIdentities:
+    return begin()
 
 
 def make(tokens: Sequence[int] | None = TOKENS, **fields: Any) -> Request:
@@ -113,6 +117,19 @@ def shared(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
+def hold(identities: RequestIdentities) -> threading.Event:
+    """Have the thread that reads contents wait for this."""
+    began, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        gate.wait(60)
+
+    identities.contents.ask(wait)
+    assert began.wait(60)
+    return gate
+
+
 # Media
 
 
@@ -138,9 +155,8 @@ def test_h49_a_clients_own_name_for_an_image_is_not_its_content() -> None:
     """Two engines, so that neither knows what the other has been told under that name."""
     found = []
     for pixels in (1.0, 2.0, 1.0):
-        engine = RequestIdentities(config())
+        engine = begin()
         found.append(keys(read(engine, make(mm_features=[picture(pixels, "cat")]))))
-        engine.close()
     assert shared(found[0], found[1]) == 2, "the blocks before the image are the same, none behind"
     assert found[0] == found[2], "the same features are the same image, in another engine as well"
 
@@ -198,10 +214,9 @@ def test_h49_media_whose_features_are_not_here_are_not_cached(identities: Reques
 
 
 def test_h49_media_that_another_process_encodes_by_name_are_not_cached() -> None:
-    engine = RequestIdentities(config(ec_transfer_config=object()))
+    engine = begin(ec_transfer_config=object())
     assert read(engine, make(mm_features=[picture(1.0)])) is None
     assert read(engine, make()) is not None
-    engine.close()
 
 
 # Streaming sessions
@@ -233,14 +248,13 @@ def test_h47_media_of_later_chunks_are_in_the_keys_of_the_blocks_that_they_fill(
     assert shared(*found) == 3
 
 
-def test_h47_while_later_media_are_unknown_a_session_ends_before_them() -> None:
+def test_h47_while_later_media_are_unknown_a_session_ends_before_them(identities: RequestIdentities) -> None:
     """What it was known by goes on, so that the blocks computed meanwhile are its own and are stored afterwards."""
-    engine, gate = RequestIdentities(config()), threading.Event()
     session = make(TOKENS[:12], resumable=True, mm_features=[picture(0.0, "first", at=4, length=4)])
-    view = VllmRequest(session, engine)
+    view = VllmRequest(session, identities)
     before = settled(view)
     assert len(view.token_ids) == 12
-    engine.contents.ask(lambda: gate.wait(60))
+    gate = hold(identities)
     session.num_computed_tokens = 12
     continue_session(session, TOKENS[12:], [picture(1.0, "later", at=2, length=3)])
     assert len(view.token_ids) == 14, "asked before the identity"
@@ -253,7 +267,6 @@ def test_h47_while_later_media_are_unknown_a_session_ends_before_them() -> None:
     continue_session(session, [7] * 8, [replace(picture(2.0, "third", at=0), data=None)])
     assert view.identity is after
     assert len(view.token_ids) == 12, "never beyond media that nobody can tell"
-    engine.close()
 
 
 # Adapters
@@ -273,12 +286,11 @@ def with_adapter(path: str, number: int = 1, **fields: Any) -> Request:
 def test_h24_adapters_are_their_content_whatever_name_and_place_they_have(tmp_path: Path) -> None:
     paths = [write_adapter(tmp_path / name / "style", weights) for name, weights in (("a", b"1"), ("b", b"2"))]
     copied = shutil.copytree(paths[0], tmp_path / "c")
-    engine = RequestIdentities(config())
+    engine = begin()
     one, other, copy = (
         keys(read(engine, with_adapter(str(path), number))) for number, path in enumerate([*paths, copied], 1)
     )
     plain = keys(read(engine, make()))
-    engine.close()
     assert one == copy
     assert shared(one, other) == shared(one, plain) == 0
 
@@ -338,61 +350,55 @@ def test_h47_an_adapter_whose_files_changed_under_the_engine_is_not_cached(
     (tmp_path / "link").symlink_to(folder)
     path = str(tmp_path / "link" if replace is replace_link else folder)
     time.sleep(TICK)
-    engine = RequestIdentities(config())
+    engine = begin()
     time.sleep(TICK)
     old = keys(read(engine, with_adapter(path))) if used else None
     replace(folder)
     assert read(engine, with_adapter(path)) is None
     assert read(engine, with_adapter(path, 2)) is None, "it may have been loaded ahead under any id"
-    engine.close()
     time.sleep(TICK)
-    later = RequestIdentities(config())
+    later = begin()
     new = keys(read(later, with_adapter(path)))
-    later.close()
     assert old is None or shared(old, new) == 0
 
 
 def test_another_folder_beside_an_adapter_changes_nothing(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "one", b"1")
     time.sleep(TICK)
-    engine = RequestIdentities(config())
+    engine = begin()
     before = read(engine, with_adapter(path))
     write_adapter(tmp_path / "two", b"2")
     assert keys(read(engine, with_adapter(path))) == keys(before)
-    engine.close()
 
 
 def test_h47_an_id_that_came_with_two_paths_is_not_cached(tmp_path: Path) -> None:
     """vLLM goes by the id: with the second path it still computes with what it loaded from the first."""
     paths = [write_adapter(tmp_path / name, name.encode()) for name in ("one", "two")]
-    engine = RequestIdentities(config())
+    engine = begin()
     first = VllmRequest(with_adapter(paths[0]), engine)
     assert settled(first) is not None
     assert read(engine, with_adapter(paths[1])) is None
     assert settled(first) is None
-    engine.close()
 
 
 def test_h47_an_adapter_that_is_loaded_in_place_is_not_cached(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "one", b"1")
-    engine = RequestIdentities(config())
+    engine = begin()
     assert read(engine, with_adapter(path, load_inplace=True)) is None
-    engine.close()
 
 
 def test_adapters_that_vllm_would_read_otherwise_are_others(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "one", b"1")
     found = []
     for lora, layout in ((LORA, False), (LORA, True), (SimpleNamespace(**vars(LORA) | {"lora_dtype": "half"}), False)):
-        engine = RequestIdentities(config(lora_config=lora))
+        engine = begin(lora_config=lora)
         found.append(keys(read(engine, with_adapter(path, is_3d_lora_weight=layout))))
-        engine.close()
     assert len({one[0] for one in found}) == 3
 
 
 def test_an_adapter_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_adapter(tmp_path / "one", b"1")
-    engine = RequestIdentities(config())
+    engine = begin()
     asked = list[Path]()
 
     def fail_once(folder: Path) -> str:
@@ -407,13 +413,14 @@ def test_an_adapter_that_could_not_be_read_is_read_again(tmp_path: Path, monkeyp
     assert len(asked) == 1, "not for each request"
     monkeypatch.setattr(adapter_digests, "RETRY_SECONDS", 0.0)
     assert read(engine, with_adapter(path)) is not None
-    engine.close()
 
 
 def test_h67_no_input_of_users_fills_a_map_without_bound(tmp_path: Path) -> None:
     adapters = AdapterDigests(most=3)
     pending = [adapters.ask(number, str(tmp_path / str(number)), loads_in_place=False)[1] for number in range(1, 50)]
+    at_the_end(adapters.close)
     thread = DigestThread("kvpact-content")
+    at_the_end(thread.close)
     media = MediaContents(thread, most=3)
     features = [picture(1.0, f"uuid-{number}" * 1000) for number in range(50)]
     contents = [media.ask(feature) for feature in features]
@@ -423,26 +430,15 @@ def test_h67_no_input_of_users_fills_a_map_without_bound(tmp_path: Path) -> None
         time.sleep(0.001)
     assert len(adapters) == 3
     assert len(media) == 3
-    adapters.close()
-    thread.close()
 
 
-def hold(began: threading.Event, gate: threading.Event) -> None:
-    """Have the thread that reads contents wait."""
-    began.set()
-    gate.wait(60)
-
-
-def test_h67_jobs_that_wait_are_bounded_and_one_that_is_refused_is_not_cached() -> None:
-    engine, gate, began = RequestIdentities(config()), threading.Event(), threading.Event()
-    engine.contents.ask(partial(hold, began, gate))
-    assert began.wait(60)
-    views = [VllmRequest(make(mm_features=[picture(1.0, f"{number}")]), engine) for number in range(MAX_JOBS + 1)]
+def test_h67_jobs_that_wait_are_bounded_and_one_that_is_refused_is_not_cached(identities: RequestIdentities) -> None:
+    gate = hold(identities)
+    views = [VllmRequest(make(mm_features=[picture(1.0, f"{number}")]), identities) for number in range(MAX_JOBS + 1)]
     assert not any(view.identity for view in views)
     gate.set()
     assert settled(views[0]) is not None
     assert settled(views[-1]) is None
-    engine.close()
 
 
 # Embeddings
@@ -503,7 +499,7 @@ def test_h68_nothing_is_digested_on_the_calling_thread(tmp_path: Path, monkeypat
     for name in ("adapter_digest", "look_at_files"):
         watch(adapter_digests, name)
     watch(content_digests, "_memory")
-    engine = RequestIdentities(config())
+    engine = begin()
     mask = torch.ones(6, dtype=torch.bool)
     view = VllmRequest(
         make(
@@ -515,7 +511,6 @@ def test_h68_nothing_is_digested_on_the_calling_thread(tmp_path: Path, monkeypat
         engine,
     )
     assert settled(view) is not None
-    engine.close()
     assert threads == {
         "adapter_digest": {"kvpact-adapter"},
         "look_at_files": {"kvpact-adapter"},
@@ -538,32 +533,27 @@ def test_h68_a_long_prompt_of_embeddings_costs_the_scheduler_nothing(identities:
     assert time.thread_time() - began < 20e-3, "a look costs less than 20 us, whatever the request brings"
 
 
-def test_p11_a_request_waits_for_its_digests_no_longer_than_its_deadline() -> None:
-    engine, gate = RequestIdentities(config()), threading.Event()
-    engine.contents.ask(lambda: gate.wait(60))
-    view = VllmRequest(make(mm_features=[picture(1.0)]), engine)
+def test_p11_a_request_waits_for_its_digests_no_longer_than_its_deadline(identities: RequestIdentities) -> None:
+    gate = hold(identities)
+    view = VllmRequest(make(mm_features=[picture(1.0)]), identities)
     assert [view.waits_for_identity(2.0, now) for now in (10.0, 11.9, 12.0, 500.0)] == [True, True, False, False]
-    short = VllmRequest(make(TOKENS[:BLOCK], mm_features=[picture(1.0, at=0, length=2)]), engine)
+    short = VllmRequest(make(TOKENS[:BLOCK], mm_features=[picture(1.0, at=0, length=2)]), identities)
     assert not short.waits_for_identity(2.0, 10.0), "nothing of it could be served"
     gate.set()
     assert changed(view, None) is not None, "its later blocks can be stored"
-    engine.close()
 
 
-def test_what_nobody_wants_digested_any_more_is_let_go() -> None:
-    engine, gate, began = RequestIdentities(config()), threading.Event(), threading.Event()
-    engine.contents.ask(partial(hold, began, gate))
-    assert began.wait(60)
+def test_what_nobody_wants_digested_any_more_is_let_go(identities: RequestIdentities) -> None:
+    gate = hold(identities)
     embeds = rows()
     remains = weakref.ref(embeds)
-    view = VllmRequest(make(None, prompt_embeds=embeds), engine)
+    view = VllmRequest(make(None, prompt_embeds=embeds), identities)
     assert view.identity is None
     view.release()
     del view, embeds
     gc.collect()
     assert remains() is None
     gate.set()
-    engine.close()
 
 
 def test_h62_a_salt_that_is_no_text_is_one_requests_trouble(identities: RequestIdentities) -> None:

@@ -88,7 +88,6 @@ def test_a_copy_that_fails_costs_the_requests_of_the_step_and_nobody_else(
     engine.forget()
     again = engine.generate(OTHER, 1)
     assert again.said == answer(OTHER, 1)
-    engine.assert_at_rest()
 
 
 @pytest.mark.parametrize("gone", [0, 1], ids=["finder", "sharer"])
@@ -108,7 +107,6 @@ def test_h28_what_a_request_left_behind_that_was_cancelled_meanwhile_is_not_foun
     assert stays.cached_tokens == len(prompt) + 2 - (engine.computed_tokens - before)
     for later in (PROMPT, OTHER):
         assert engine.generate(later, 1).said == answer(later, 1)
-    engine.assert_at_rest()
 
 
 def test_h07_a_copy_that_hangs_writes_to_nobody_elses_blocks(start: Callable[..., PlayedEngine], filled: str) -> None:
@@ -129,7 +127,6 @@ def test_h07_a_copy_that_hangs_writes_to_nobody_elses_blocks(start: Callable[...
     engine.run()
     while engine.counts["leases_held"] or engine.free_blocks_at_rest != engine.pool.get_num_free_blocks():
         engine.step()
-    engine.assert_at_rest()
 
 
 # Steps under way

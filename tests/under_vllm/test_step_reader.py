@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from at_the_end import at_the_end
 from kvpact.config import load_config
 from kvpact.contract import StoreRead
 from kvpact.identity.keys import BlockKeys, Namespace, RequestIdentity
@@ -57,7 +58,9 @@ class Store:
 
     def reader(self, rank: int) -> tuple[StepReader, dict[int, bytes]]:
         slots: dict[int, bytes] = {}
-        return StepReader(self.config, rank, lambda slot, part: slots.update({slot: bytes(part)})), slots
+        reader = StepReader(self.config, rank, lambda slot, part: slots.update({slot: bytes(part)}))
+        at_the_end(reader.close, 5.0)
+        return reader, slots
 
 
 def opened_tiers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -85,7 +88,6 @@ def test_each_rank_keeps_its_own_part_of_blocks_from_the_first_tier_that_has_the
         StoreRead(7, 6, BlockRange(2, 3)),
         StoreRead(8, 6, BlockRange(3, 1)),
     ]
-    reader.close(5.0)
 
 
 def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
@@ -108,7 +110,6 @@ def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
     time.sleep(1.2)
     assert reader.read(store.address, [Wanted(3, KEYS[:1], 1, [])], ALL) == ({3: 0}, ()), "nothing is wanted"
     assert slots == {}
-    reader.close(5.0)
 
 
 def test_reading_ends_when_the_step_may_load_no_more_and_no_tier_is_blamed(
@@ -139,7 +140,6 @@ def test_reading_ends_when_the_step_may_load_no_more_and_no_tier_is_blamed(
     assert late == [False]
     go_on.set()
     assert reader.read(store.address, wanted[1:], ALL)[0] == {2: 3}
-    reader.close(5.0)
 
 
 def test_a_tier_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
@@ -151,7 +151,6 @@ def test_a_tier_that_cannot_be_opened_is_left_out(tmp_path: Path) -> None:
     assert found == {1: 3}
     assert len(slots) == 3
     assert [read.tier for read in reads] == [6]
-    reader.close(5.0)
 
 
 def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
@@ -177,4 +176,3 @@ def test_h61_a_rank_leaves_a_tier_alone_in_which_all_its_threads_hang(
     assert found[:2] == [0, 0]
     assert found[2:] == [4] * 6, "the third step sees it"
     go_on.set()
-    reader.close(5.0)

@@ -189,6 +189,7 @@ def test_h32_while_a_reset_fails_the_cache_may_not_be_used(ranks: Ranks) -> None
 def engine(tmp_path: Path, sync_load_budget: object) -> Iterator[PlayedEngine]:
     engine = PlayedEngine(tmp_path, sync_load_budget=sync_load_budget)
     yield engine
+    engine.assert_at_rest()
     engine.close()
 
 
@@ -215,7 +216,6 @@ def test_h32_blocks_from_before_a_change_are_not_served(engine: PlayedEngine) ->
     assert [cached_blocks(engine) for _ in range(2)] == [0, BLOCKS]
     notices(engine).weights_change()
     assert [cached_blocks(engine) for _ in range(2)] == [0, BLOCKS]
-    engine.assert_at_rest()
 
 
 @EACH_WAY
@@ -234,7 +234,6 @@ def test_h32_a_change_between_a_match_and_its_commit_loads_nothing(engine: Playe
     assert engine.generate(STORED).said == answer(STORED, 3)
     assert engine.computed_tokens - computed >= len(STORED)
     assert cached_blocks(engine) == BLOCKS, "what was computed instead is of the new weights"
-    engine.assert_at_rest()
 
 
 def change_in_next_step(engine: PlayedEngine) -> None:
@@ -258,7 +257,6 @@ def test_h32_a_worker_loads_nothing_that_was_ordered_for_other_weights(engine: P
     assert engine.generate(STORED).said == answer(STORED, 3)
     assert engine.computed_tokens - computed >= len(STORED)
     assert cached_blocks(engine) == BLOCKS, "what was computed instead is of the new weights"
-    engine.assert_at_rest()
 
 
 @pytest.mark.parametrize("sync_load_budget", [0])
@@ -297,7 +295,6 @@ def test_p13_what_a_load_under_way_at_a_reset_brings_is_computed_again(engine: P
     assert again.said == answer(STORED, 3)
     assert engine.computed_tokens - computed >= len(STORED)
     assert [cached_blocks(engine) for _ in range(2)][-1] == BLOCKS
-    engine.assert_at_rest()
 
 
 @EACH_WAY
@@ -305,7 +302,6 @@ def test_h32_a_worker_saves_nothing_that_was_ordered_for_other_weights(engine: P
     change_in_next_step(engine)
     assert engine.generate(STORED).said == answer(STORED, 3)
     assert [cached_blocks(engine) for _ in range(2)] == [0, BLOCKS]
-    engine.assert_at_rest()
 
 
 @EACH_WAY
@@ -315,7 +311,6 @@ def test_h37_a_word_is_taken_in_with_the_change_before_it(engine: PlayedEngine) 
         notices(engine).weights_change()
         notices(engine).set_word(word)
         assert cached_blocks(engine) == known
-    engine.assert_at_rest()
 
 
 @EACH_WAY
@@ -327,7 +322,6 @@ def test_a_sleep_keeps_what_is_stored_if_the_same_weights_wake(engine: PlayedEng
     assert cached_blocks(engine) == BLOCKS
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert cached_blocks(engine) == 0
-    engine.assert_at_rest()
 
 
 @pytest.mark.parametrize("sync_load_budget", ["1GiB"])

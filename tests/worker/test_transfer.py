@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from at_the_end import at_the_end
 from hook_time import assert_ends_within
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
@@ -91,7 +92,7 @@ def block_of(tensor: Any, block: int) -> Any:
 
 
 class Scene:
-    """An engine's KV memory, a segment and a worker over both."""
+    """An engine's KV memory, a segment and a worker over both; it is closed with its test."""
 
     def __init__(
         self,
@@ -110,6 +111,8 @@ class Scene:
         engine = self.engine if fails is None else FaultyEngine(self.engine, fails)
         self.worker = RankTransfers(engine, self.paged.layer_index, 0, time.monotonic, layerwise=layerwise, **settings)
         self.jobs = 0
+        self._is_open = True
+        at_the_end(self.close)
 
     def copies(self) -> list[Any]:
         return [tensor.clone() for tensor in self.tensors.values()]
@@ -135,15 +138,15 @@ class Scene:
         return self.worker.poll()[job.job_id]
 
     def close(self) -> None:
-        assert self.worker.shutdown(10)
-        self.segment.close()
+        if self._is_open:
+            self._is_open = False
+            assert self.worker.shutdown(10)
+            self.segment.close()
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
-    made = Scene()
-    yield made
-    made.close()
+def scene() -> Scene:
+    return Scene()
 
 
 class SlowCopier:
@@ -184,7 +187,6 @@ def test_a_block_saved_comes_back_bit_for_bit_and_no_other_is_touched(layout: st
             source = {4: 4, 9: 9, 0: 10}.get(block)
             expected = torch.zeros_like(block_of(old, 0)) if source is None else block_of(old, source)
             assert torch.equal(block_of(tensor, block), expected)
-    scene.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -195,7 +197,6 @@ def test_a_slot_holds_the_pages_layer_by_layer(layout: str) -> None:
     for offset, layer in zip(scene.paged.layout.layer_offsets, scene.paged.layers, strict=True):
         assert piece[offset : offset + layer.page_bytes].tobytes() == layer.view()[3].tobytes()
     del piece
-    scene.close()
 
 
 @settings(max_examples=60, deadline=None)
@@ -478,7 +479,6 @@ def test_without_layerwise_the_loads_are_there_when_start_loads_returns() -> Non
     scene.worker.start_loads([job])
     assert scene.worker.poll() == {job.job_id: JobOutcome(RangeSet.span(0, 1))}
     assert torch.equal(scene.tensors["layer.3"][3], before[3][3])
-    scene.close()
 
 
 def test_a_synchronous_load_overtakes_a_background_load_and_holds_saves_up(scene: Scene) -> None:
@@ -519,7 +519,6 @@ def test_p9_a_failed_load_names_exactly_the_blocks_that_failed(*, layerwise: boo
             arrived = block < 8 and 10 + block not in failed
             assert torch.equal(tensor[block], expected[block] if arrived else torch.zeros_like(expected[block]))
     assert scene.load(list(range(8)), list(range(8))).done == RangeSet.span(0, 8), "the thread did not survive"
-    scene.close()
 
 
 def test_h51_nothing_grows_with_the_number_of_jobs_or_of_their_errors() -> None:
@@ -537,7 +536,6 @@ def test_h51_nothing_grows_with_the_number_of_jobs_or_of_their_errors() -> None:
         return {name: len(some) for name, some in kept.items() if hasattr(some, "__len__")}
 
     assert live(200) == live(20)
-    scene.close()
 
 
 def test_a_block_that_cannot_be_copied_fails_alone_and_is_logged_once(
@@ -632,7 +630,6 @@ def test_h10_a_synchronous_load_that_hangs_is_left_by_its_deadline(layerwise: bo
     assert copier.calls == [("gather", layer) for layer in range(LAYERS)] + [("scatter", 0)], "no layer more"
     copier.gate.release(LAYERS)
     assert scene.load([0], [6], synchronous=True).failed == RangeSet()
-    scene.close()
 
 
 def test_h10_a_synchronous_load_behind_a_copy_that_hangs_is_left_and_never_begins() -> None:
@@ -649,7 +646,6 @@ def test_h10_a_synchronous_load_behind_a_copy_that_hangs_is_left_and_never_begin
     assert scene.worker.drain(5)
     assert scene.worker.poll()[hangs.job_id].failed == RangeSet()
     assert len(copier.calls) == LAYERS
-    scene.close()
 
 
 def test_h10_loads_that_are_left_go_no_farther_and_end_once() -> None:
@@ -666,7 +662,6 @@ def test_h10_loads_that_are_left_go_no_farther_and_end_once() -> None:
     assert ended[hangs.job_id] == failed_whole(hangs)
     assert ended[wanted.job_id].failed == RangeSet()
     assert len(copier.calls) == 1 + LAYERS
-    scene.close()
 
 
 def test_shutdown_frees_whoever_waits_for_a_layer() -> None:
@@ -681,7 +676,6 @@ def test_shutdown_frees_whoever_waits_for_a_layer() -> None:
     copier.gate.release(100)
     waiter.join(5)
     assert not waiter.is_alive()
-    scene.close()
 
 
 def test_copies_keep_off_the_cpu_that_computes_and_inside_the_limit_of_the_process() -> None:

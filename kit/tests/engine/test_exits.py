@@ -123,6 +123,12 @@ def test_prepare_then_commit_then_settled() -> None:
         assert engine.counts.external_hits == 64
 
 
+def assert_ends_right(engine: Engine) -> None:
+    """Run to the end: request r got what it must."""
+    engine.run()
+    assert engine.finished["r"].output_token_ids == correct_output()
+
+
 def blocker(engine: Engine, blocks: int) -> list[int]:
     """Take blocks away so that an admission finds no room; returns them for `pool.free`."""
     return engine.scheduler.kv.pool.allocate(blocks, 0)
@@ -141,8 +147,7 @@ def test_h01_no_room_postpones_the_match(silent: bool) -> None:
     assert cache.lines == [("prepare", "r", 0, 64), *said] * 10
     assert engine.counts.postponed == ({} if silent else {ExternalMatchExit.NO_BLOCKS: 10})
     engine.scheduler.kv.pool.free(taken)
-    engine.run()
-    assert engine.finished["r"].output_token_ids == correct_output()
+    assert_ends_right(engine)
     engine.check_nothing_held()
     assert cache.held == 0
 
@@ -308,8 +313,7 @@ def test_obstacles_behind_the_probe_postpone_the_match(obstacle: ExternalMatchEx
     assert cache.held == 4
     assert not engine.counts.aborts
     engine.scheduler.quirks = EngineQuirks()
-    engine.run()
-    assert engine.finished["r"].output_token_ids == correct_output()
+    assert_ends_right(engine)
     assert cache.held == 0
 
 
@@ -338,8 +342,7 @@ def test_a_whole_prompt_over_budget_is_declined_without_chunked_prefill() -> Non
     engine.step()
     assert engine.counts.declined == {ExternalMatchExit.BUDGET: 1}
     assert ("postpone", "r", "budget") in cache.lines
-    engine.run()
-    assert engine.finished["r"].output_token_ids == correct_output()
+    assert_ends_right(engine)
 
 
 def test_room_for_the_whole_prompt_or_a_watermark_may_be_asked() -> None:
@@ -465,8 +468,7 @@ def test_an_asynchronous_commit_may_come_when_the_results_are_taken_in(late: boo
     assert (("commit", "r", 64) in cache.lines) is not late
     engine.step()
     assert ("commit", "r", 64) in cache.lines
-    engine.run()
-    assert engine.finished["r"].output_token_ids == correct_output()
+    assert_ends_right(engine)
     assert cache.held == 0
 
 

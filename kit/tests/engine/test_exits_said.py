@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from pact import pact_engine
-from test_exits import NO_REUSE, PREFIX, SILENT, Diary, blocker, correct_output, warm_engine, warm_request
+from test_exits import NO_REUSE, PREFIX, SILENT, Diary, assert_ends_right, blocker, warm_engine, warm_request
 from workloads import Chance, prompt, workload
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
@@ -47,46 +47,24 @@ def urgent(engine: Engine, taken: list[int], tokens: int = 20, **settings: objec
     engine.add_request(Request("urgent", prompt(tokens, 5), 9, priority=0, **settings))  # type: ignore[arg-type]
 
 
-def no_blocks() -> Scene:
-    engine, cache, _ = promised()
-    return engine, cache
+def beside(happens: Callable[[Engine, list[int]], object], **config: object) -> Callable[[], Scene]:
+    """What happens to an engine in which request r has a match and no blocks."""
+
+    def scene() -> Scene:
+        engine, cache, taken = promised(**config)  # type: ignore[arg-type]
+        happens(engine, taken)
+        return engine, cache
+
+    return scene
 
 
-def budget() -> Scene:
-    engine, cache, taken = promised(max_tokens_per_step=40)
-    urgent(engine, taken, 60)
-    return engine, cache
-
-
-def max_running() -> Scene:
-    engine, cache, taken = promised(max_running=1)
-    urgent(engine, taken)
-    return engine, cache
-
-
-def not_reached() -> Scene:
-    engine, cache, taken = promised()
-    urgent(engine, taken, 200)
-    return engine, cache
-
-
-def paused() -> Scene:
-    engine, cache, _ = promised()
-    engine.pause()
-    return engine, cache
-
-
-def blocked() -> Scene:
-    engine, cache, _ = promised()
+def blocked(engine: Engine, taken: list[int]) -> None:
     engine.scheduler.requests["r"].ready_step = engine.scheduler.step + 9
-    return engine, cache
 
 
-def lora_limit() -> Scene:
-    engine, cache, taken = promised(max_adapters=1)
+def two_adapters(engine: Engine, taken: list[int]) -> None:
     engine.scheduler.requests["r"].identity = RequestIdentity(adapter="two")
     urgent(engine, taken, identity=ADAPTER)
-    return engine, cache
 
 
 def preemption() -> Scene:
@@ -111,13 +89,13 @@ def by_quirk(quirks: EngineQuirks) -> Callable[[], Scene]:
 
 
 POSTPONED: dict[ExternalMatchExit, Callable[[], Scene]] = {
-    ExternalMatchExit.NO_BLOCKS: no_blocks,
-    ExternalMatchExit.BUDGET: budget,
-    ExternalMatchExit.MAX_RUNNING: max_running,
-    ExternalMatchExit.NOT_REACHED: not_reached,
-    ExternalMatchExit.PAUSED: paused,
-    ExternalMatchExit.BLOCKED: blocked,
-    ExternalMatchExit.LORA_LIMIT: lora_limit,
+    ExternalMatchExit.NO_BLOCKS: beside(lambda engine, taken: None),
+    ExternalMatchExit.BUDGET: beside(lambda engine, taken: urgent(engine, taken, 60), max_tokens_per_step=40),
+    ExternalMatchExit.MAX_RUNNING: beside(urgent, max_running=1),
+    ExternalMatchExit.NOT_REACHED: beside(lambda engine, taken: urgent(engine, taken, 200)),
+    ExternalMatchExit.PAUSED: beside(lambda engine, taken: engine.pause()),
+    ExternalMatchExit.BLOCKED: beside(blocked),
+    ExternalMatchExit.LORA_LIMIT: beside(two_adapters, max_adapters=1),
     ExternalMatchExit.PREEMPTION: preemption,
     ExternalMatchExit.THROTTLED: by_quirk(EngineQuirks(throttles_prefill_every=1)),
     ExternalMatchExit.ENCODER: by_quirk(EngineQuirks(encoder_tokens_per_step=10)),
@@ -172,8 +150,7 @@ def test_a_reset_drops_every_open_match() -> None:
     engine.reset()
     assert cache.lines == [("abort", "r", "reset")]
     engine.scheduler.kv.pool.free(taken)
-    engine.run()
-    assert engine.finished["r"].output_token_ids == correct_output()
+    assert_ends_right(engine)
 
 
 def test_a_match_that_the_engines_own_rule_cuts_to_nothing_is_declined() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pact import pact_engine
-from workloads import Chance, outputs_of, run_with_upheaval, workload
+from workloads import Chance, assert_answers_as_without_a_cache
 
 from kvpact.cache.cache import PactCache
 from kvpact.contract import LoadJob
@@ -93,9 +93,6 @@ def test_h07_h10_copies_that_hang_change_no_output_and_hold_nothing_for_ever(
     config = EngineConfig(
         num_blocks=30 if small else 60, num_ranks=1 + seed % 2, prefix_caching=prefix_caching, max_tokens_per_step=48
     )
-    plain = Engine(EngineConfig(num_blocks=400, num_ranks=config.num_ranks))
-    plain.run(workload(seed, steps=120))
-    expected = outputs_of(plain)
     chance = Chance(seed, 0.1, sync_may_fail=False, losses=0.05)
 
     def conduct(rank: int, job: Job) -> JobBehavior:
@@ -107,9 +104,5 @@ def test_h07_h10_copies_that_hang_change_no_output_and_hold_nothing_for_ever(
     engine = pact_engine(
         config, PRESETS[preset], num_slots=40, conduct=conduct, sync_load_budget=0, load_deadline=DEADLINE
     )
-    requests = workload(seed, steps=120)
-    cancelled = run_with_upheaval(engine, requests, seed) if upheaval else set()
-    if not upheaval:
-        engine.run(requests)
-    assert outputs_of(engine) == {i: tokens for i, tokens in expected.items() if i not in cancelled}
+    assert_answers_as_without_a_cache(engine, seed, upheaval=upheaval, steps=120)
     go_on(engine)

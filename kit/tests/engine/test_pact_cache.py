@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pact import SLOT_BYTES, pact_engine
-from workloads import Chance, outputs_of, run_with_upheaval, workload
+from workloads import Chance, assert_answers_as_without_a_cache
 
 from kvpact.cache.cache import PactCache
 from kvpact.contract import StepWork
@@ -67,22 +67,11 @@ def test_pact_cache_changes_no_output_and_holds_nothing(
         prefix_caching=prefix_caching,
         policy=("fcfs", "priority")[seed % 2],
     )
-    plain = Engine(EngineConfig(num_blocks=400, num_ranks=config.num_ranks, num_layers=config.num_layers))
-    plain.run(workload(seed))
-    expected = outputs_of(plain)
-
     quirks = PRESETS[preset]
     chance = Chance(seed, failures, sync_may_fail=not quirks.trusts_sync_loads, losses=losses)
     engine = pact_engine(config, quirks, num_slots=40, conduct=chance, sync_load_budget=budget, load_deadline=0.3)
     steps = waited_for(engine)
-    requests = workload(seed)
-    if upheaval:
-        cancelled = run_with_upheaval(engine, requests, seed)
-    else:
-        engine.run(requests)
-        cancelled = set()
-
-    assert outputs_of(engine) == {i: tokens for i, tokens in expected.items() if i not in cancelled}
+    assert_answers_as_without_a_cache(engine, seed, upheaval=upheaval)
     engine.clock.now += 10.0  # what no engine told the cache runs out by itself
     engine.step()
     engine.step()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kinds import random_groups
 from pact import SLOT_BYTES, pact_engine
 from test_pact_cache import PRESETS, nothing_held
-from workloads import Chance, outputs_of, prompt, run_with_upheaval, workload
+from workloads import Chance, assert_answers_as_without_a_cache, outputs_of, prompt
 
 from dictionary_tier import DictionaryTier
 from kvpact.cache.cache import PactCache
@@ -20,7 +20,7 @@ from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import Tier
 from kvpact.tiers.shared.tier import SharedTier
-from kvpact_testkit.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, Request
+from kvpact_testkit.engine import EngineConfig, EngineQuirks, JobBehavior, Request
 from kvpact_testkit.engine.simulated_worker import Job
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
@@ -100,24 +100,11 @@ def test_with_groups_no_output_changes_and_nothing_is_held(
         block_size=GroupSet(groups).block_size,
         groups=groups,
     )
-    plain = Engine(
-        EngineConfig(num_blocks=1000, num_ranks=config.num_ranks, num_layers=config.num_layers, groups=groups)
-    )
-    plain.run(workload(seed))
-    expected = outputs_of(plain)
-
     classes = tuple(number % 3 for number in range(len(groups))) if classed else ()
     quirks: EngineQuirks = PRESETS[preset]
     chance = Chance(seed, failures, sync_may_fail=not quirks.trusts_sync_loads, losses=losses)
     engine = pact_engine(config, quirks, num_slots=104, conduct=chance, load_deadline=0.3, classes=classes, save=save)
-    requests = workload(seed)
-    if upheaval:
-        cancelled = run_with_upheaval(engine, requests, seed)
-    else:
-        engine.run(requests)
-        cancelled = set()
-
-    assert outputs_of(engine) == {i: tokens for i, tokens in expected.items() if i not in cancelled}
+    assert_answers_as_without_a_cache(engine, seed, upheaval=upheaval)
     engine.clock.now += 10.0  # what no engine told the cache runs out by itself
     engine.step()
     engine.step()

@@ -7,10 +7,9 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads import Chance, outputs_of, run_with_upheaval, workload
+from workloads import Chance, assert_answers_as_without_a_cache
 
 from kvpact_testkit.engine import (
-    Engine,
     EngineConfig,
     EngineQuirks,
     GroupKind,
@@ -69,22 +68,11 @@ def test_a_cache_changes_no_output_and_holds_nothing(
     failures: float,
 ) -> None:
     config = config_for(seed, prefix_caching=prefix_caching, groups=groups, small=small)
-    plain = Engine(EngineConfig(num_blocks=400, num_ranks=config.num_ranks, num_layers=config.num_layers))
-    plain.run(workload(seed))
-    expected = outputs_of(plain)
-
     # Stock engines compute wrong outputs when a synchronous load fails; that has tests of its own.
     stock = PRESETS[preset].trusts_sync_loads
     chance = Chance(seed, failures, sync_may_fail=not stock)
     engine = reference_engine(config, PRESETS[preset], num_slots=40, asynchronous=asynchronous, conduct=chance)
-    requests = workload(seed)
-    if upheaval:
-        cancelled = run_with_upheaval(engine, requests, seed)
-    else:
-        engine.run(requests)
-        cancelled = set()
-
-    assert outputs_of(engine) == {i: tokens for i, tokens in expected.items() if i not in cancelled}
+    assert_answers_as_without_a_cache(engine, seed, upheaval=upheaval)
     engine.check_nothing_held()
     nothing_held(cast(ReferenceCache, engine.cache), 40)
     counts = engine.counts

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from workloads import outputs_of, prompt, workload
+from workloads import outputs_of, plain_outputs, prompt, workload
 
 from kvpact.errors import PactViolation
 from kvpact_testkit.engine import (
@@ -70,12 +70,6 @@ def engine_with(
     ]
     supplier.engine = Engine(config, quirks, cache, workers)
     return supplier.engine
-
-
-def plain_outputs(seed: int) -> dict[str, list[int]]:
-    engine = Engine(EngineConfig(num_blocks=400))
-    engine.run(workload(seed))
-    return outputs_of(engine)
 
 
 def test_by_default_nothing_changes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from workloads import outputs_of, prompt, run_with_upheaval, workload
+from workloads import assert_answers_as_without_a_cache, outputs_of, plain_outputs, prompt, workload
 
 from kvpact.errors import PactViolation
 from kvpact_testkit.engine import (
@@ -39,12 +39,6 @@ def v1_connector_parts(
     return scheduler, V1ConnectorCache(scheduler, config.block_size, config.num_ranks), workers
 
 
-def expected_outputs(seed: int) -> dict[str, list[int]]:
-    plain = Engine(EngineConfig(num_blocks=400))
-    plain.run(workload(seed))
-    return outputs_of(plain)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("keeps_blocks", [False, True])
 @pytest.mark.parametrize("preset", EngineQuirks.presets())
@@ -55,7 +49,7 @@ def test_a_tuple_connector_serves_under_the_contract(preset: str, keeps_blocks: 
         _, cache, workers = v1_connector_parts(NO_REUSE, asynchronous=asynchronous, keeps_blocks=keeps_blocks)
         engine = Engine(NO_REUSE, quirks, cache, workers)
         engine.run(workload(seed))
-        assert outputs_of(engine) == expected_outputs(seed)
+        assert outputs_of(engine) == plain_outputs(seed)
         engine.check_nothing_held()
         hits += engine.counts.external_hits
     assert hits > 300
@@ -67,9 +61,7 @@ def test_a_tuple_connector_survives_cancellation_and_preemption(asynchronous: bo
     for seed in range(4):
         _, cache, workers = v1_connector_parts(config, asynchronous=asynchronous, keeps_blocks=True)
         engine = Engine(config, EngineQuirks.native(), cache, workers)
-        cancelled = run_with_upheaval(engine, workload(seed), seed)
-        expected = {i: tokens for i, tokens in expected_outputs(seed).items() if i not in cancelled}
-        assert outputs_of(engine) == expected
+        assert_answers_as_without_a_cache(engine, seed)
         engine.check_nothing_held()
 
 
@@ -137,9 +129,7 @@ def multi_engine(
 def test_both_kinds_of_cache_run_in_one_engine(asynchronous: bool) -> None:
     for seed in range(4):
         engine, native, _ = multi_engine(EngineQuirks.native(), asynchronous=asynchronous)
-        cancelled = run_with_upheaval(engine, workload(seed), seed)
-        expected = {i: tokens for i, tokens in expected_outputs(seed).items() if i not in cancelled}
-        assert outputs_of(engine) == expected
+        assert_answers_as_without_a_cache(engine, seed)
         engine.check_nothing_held()
         assert not native.plans
         assert all(entry.holds == 0 for entry in native.entries.values())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact_testkit.engine import Engine, EngineQuirks, JobBehavior, Request, RequestStatus
+from kvpact_testkit.engine import Engine, EngineConfig, JobBehavior, Request, RequestStatus
 from kvpact_testkit.engine.simulated_worker import Job
 
 IDENTITIES = (RequestIdentity(), RequestIdentity(salt="tenant"), RequestIdentity(adapter="weights-1"), None)
@@ -100,9 +101,22 @@ def run_with_upheaval(engine: Engine, requests: list[Request], seed: int, *, max
     raise AssertionError(f"still busy after {max_steps} steps: {list(engine.scheduler.requests.values())}")
 
 
-def is_stock(quirks: EngineQuirks) -> bool:
-    """Whether these are a stock release's ways."""
-    return quirks.silent_aborts
+def plain_outputs(seed: int, **arguments: Any) -> dict[str, list[int]]:
+    """What an engine without a cache, of one rank and one layer, answers to a workload."""
+    engine = Engine(EngineConfig(num_blocks=400))
+    engine.run(workload(seed, **arguments))
+    return outputs_of(engine)
+
+
+def assert_answers_as_without_a_cache(engine: Engine, seed: int, *, upheaval: bool = True, **arguments: Any) -> None:
+    """Run a workload, in upheaval or not: nobody who stays gets another answer than from an engine without a cache."""
+    requests, cancelled = workload(seed, **arguments), set[str]()
+    if upheaval:
+        cancelled = run_with_upheaval(engine, requests, seed)
+    else:
+        engine.run(requests)
+    expected = plain_outputs(seed, **arguments)
+    assert outputs_of(engine) == {name: tokens for name, tokens in expected.items() if name not in cancelled}
 
 
 def waiting_for_load(engine: Engine) -> list[Request]:

@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
+from at_the_end import at_the_end
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.extents import Extents
 from kvpact.memory.prefault import HUGE_BYTES
@@ -39,14 +39,20 @@ class Limited(PlayedDevice):
 def chunked(chunk_bytes: int, device: PlayedDevice, segment: ArenaSegment) -> PinnedSlots:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned, "CHUNK_BYTES", chunk_bytes)
-        return PinnedSlots(device, segment)
+        slots = PinnedSlots(device, segment)
+    at_the_end(slots.close)
+    return slots
 
 
 @pytest.fixture
-def segment() -> Iterator[ArenaSegment]:
-    made = ArenaSegment.create(SLOTS, SLOT_BYTES)
-    yield made
-    made.close()
+def segment() -> ArenaSegment:
+    return opened(ArenaSegment.create(SLOTS, SLOT_BYTES))
+
+
+def opened(segment: ArenaSegment) -> ArenaSegment:
+    """The segment, to be closed with the test, when nothing of it is pinned any more."""
+    at_the_end(segment.close)
+    return segment
 
 
 def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegment) -> None:
@@ -70,7 +76,7 @@ def test_low_slots_are_pinned_first_in_chunks_of_whole_slots(segment: ArenaSegme
 
 
 def test_classes_that_share_extents_are_pinned_extent_by_extent() -> None:
-    segment = ArenaSegment.create_extents(Extents(5, 3 * 4096, (4096, 3 * 4096)), 1)
+    segment = opened(ArenaSegment.create_extents(Extents(5, 3 * 4096, (4096, 3 * 4096)), 1))
     device, told = Limited(), list[int]()
     slots = chunked(6 * 4096, device, segment)
     slots.start(told.append)
@@ -78,30 +84,24 @@ def test_classes_that_share_extents_are_pinned_extent_by_extent() -> None:
     assert told == [2, 4, 5]
     sizes = [2 * 3 * 4096, 2 * 3 * 4096, 3 * 4096]
     assert [size for _, size in device.registered] == sizes, "memory of two classes was pinned twice"
-    slots.close()
-    segment.close()
 
 
 def test_an_extent_that_is_too_large_is_pinned_in_several_chunks() -> None:
-    segment = ArenaSegment.create_extents(Extents(2, 5 * 4096, (4096, 5 * 4096)), 1)
+    segment = opened(ArenaSegment.create_extents(Extents(2, 5 * 4096, (4096, 5 * 4096)), 1))
     device, told = Limited(), list[int]()
     slots = chunked(2 * 4096, device, segment)
     slots.start(told.append)
     assert slots.wait_for_first(5)
     assert told == [0, 0, 1, 1, 2], "an extent is usable when all of it is pinned"
     assert [size for _, size in device.registered] == 5 * [2 * 4096]
-    slots.close()
-    segment.close()
 
 
 def test_an_engine_waits_longer_for_the_extents_that_its_trial_needs() -> None:
-    segment = ArenaSegment.create_extents(Extents(8, 2 * 4096, (4096, 2 * 4096)), 1)
+    segment = opened(ArenaSegment.create_extents(Extents(8, 2 * 4096, (4096, 2 * 4096)), 1))
     slots = chunked(2 * 4096, Limited(seconds=0.05), segment)
     slots.start(lambda usable: None)
     assert not slots.wait_for_first(0.001)
     assert 3 <= slots.usable < 8, "three slots of the larger class"
-    slots.close()
-    segment.close()
 
 
 def test_what_an_engine_has_waited_for_was_told(segment: ArenaSegment) -> None:
@@ -116,12 +116,11 @@ def test_what_an_engine_has_waited_for_was_told(segment: ArenaSegment) -> None:
     slots.start(tell)
     assert slots.wait_for_first(5)
     assert told == [SLOTS]
-    slots.close()
 
 
 def test_pages_are_taken_before_the_driver_pins_them() -> None:
     """Else the driver stalls other calls while the kernel looks for memory."""
-    segment = ArenaSegment.create(4, HUGE_BYTES)
+    segment = opened(ArenaSegment.create(4, HUGE_BYTES))
     taken: list[int] = []
     device = Limited()
     device.driver.before_call = lambda call: taken.append(os.fstat(segment.descriptor).st_blocks * 512)
@@ -129,8 +128,6 @@ def test_pages_are_taken_before_the_driver_pins_them() -> None:
     slots.start(lambda usable: None)
     assert slots.wait_for_first(5)
     assert taken == [0, 2 * HUGE_BYTES, 4 * HUGE_BYTES], "before it is attached, and before each chunk"
-    slots.close()
-    segment.close()
 
 
 def test_an_engine_waits_for_the_first_bytes_and_no_longer(
@@ -147,7 +144,6 @@ def test_an_engine_waits_for_the_first_bytes_and_no_longer(
     began = time.monotonic()
     assert not late.wait_for_first(0.05)
     assert time.monotonic() - began < 0.25
-    late.close()
 
 
 @pytest.mark.parametrize("most", [6, 8])
@@ -179,7 +175,6 @@ def test_less_than_half_is_not_enough_and_says_nothing(
     assert slots.wait_for_first(5)
     assert not slots.suffice()
     assert not caplog.records
-    slots.close()
 
 
 def test_a_limit_that_is_met_after_the_start_leaves_what_there_is(
@@ -206,16 +201,13 @@ def test_processes_that_pin_the_same_pages_take_turns(segment: ArenaSegment) -> 
             pinning.remove(self)
             return pinned
 
-    other = ArenaSegment.attach(segment.address())
+    other = opened(ArenaSegment.attach(segment.address()))
     both = [chunked(SLOT_BYTES, Counting(seconds=0.005), one) for one in (segment, other)]
     for slots in both:
         slots.start(lambda usable: None)
     assert all(slots.wait_for_first(10) for slots in both)
     assert max(most) == 1
     assert len(most) == 2 * SLOTS
-    for slots in both:
-        slots.close()
-    other.close()
 
 
 def test_pinning_while_a_graph_is_captured_does_no_harm(segment: ArenaSegment) -> None:
