@@ -50,7 +50,7 @@ def rows(
             ours = 0.0
             for subject in subjects:
                 shape = {"tokens": 2 * block_size + steps + WARM_UP, "block_size": block_size, "chunk": 0}
-                with started((subject,), 1, **shape, requests=number) as halves:
+                with started((subject,), 1, None, 0, **shape, requests=number) as halves:
                     hooks, schedule = _measure(halves[subject], number, others, block_size, steps)
                 found = spread("hooks_us", [each * 1e6 for each in hooks])
                 found |= {"hooks_mean_us": round(mean(hooks) * 1e6, 4)}

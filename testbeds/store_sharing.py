@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from forked_engine import ForkedEngine
+from kvpact.tiers.base import UNSEALED
 from kvpact.tiers.registry import open_store
 from kvpact.tiers.shared.inspection import StoreReport, verify_store
 from kvpact.tiers.urls import parse_tier_url
@@ -249,7 +250,7 @@ def verify(url: str) -> StoreReport:
     """Every record of the store, read as an engine would."""
     store = open_store(parse_tier_url(url))
     try:
-        return verify_store(store)
+        return verify_store(store, UNSEALED, lambda done, total: None)
     finally:
         store.close()
 

@@ -195,6 +195,8 @@ def test_blocks_that_left_a_window_are_not_shown_before_0_30() -> None:
 class Tables:
     """The tables of one request."""
 
+    num_kv_cache_groups = 2
+
     def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
         """As `BlockTables`."""
         return [1, 2, 3], [4, 0, 5]
