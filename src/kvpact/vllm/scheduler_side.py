@@ -90,7 +90,7 @@ class SchedulerSide:
         shared = self._identities.adapters, self._seal, self._metrics, self._budget
         self.mounted = mount(self._vllm_config, self._config, hellos, self._groups, *shared)
         require_groups(self.mounted.cache, self._groups)
-        self._stats = StatsCollector(self.mounted.opened.observe)
+        self._stats = StatsCollector(self.mounted.observe)
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
 
