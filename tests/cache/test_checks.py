@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvpact.cache.jobs import LoadPart, LoadState, OffloadRun, PactPlan, PlanSlots, TransferJobs
+from kvpact.cache.jobs import LoadPart, LoadState, OffloadRun, PactPlan, TransferJobs
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.contract import JobTally, LoadJob
 from kvpact.errors import PactViolation
@@ -68,7 +68,7 @@ def test_a_plan_that_is_kept_of_a_request_that_has_finished() -> None:
     scene.cache.check()
     plan = cast("PactPlan", match.query_result)
     scene.cache.ledger.open_plan(
-        "gone", plan.blocks, block_size=BLOCK_SIZE, slots=PlanSlots(), now=0.0, promised_tokens=match.num_tokens
+        "gone", plan.blocks, block_size=BLOCK_SIZE, slots=(), now=0.0, promised_tokens=match.num_tokens
     )
     with pytest.raises(PactViolation, match=r"finished: \['gone'\]"):
         scene.cache.check()

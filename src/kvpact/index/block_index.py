@@ -213,16 +213,21 @@ class BlockIndex(Restoring):
                 f"blocks [{start}, {end}) are not all new; reserve from known_prefix() on, here {known}"
             )
         parent = self.slot(keys[start - 1]) if start else self._root
-        self._hold(parent)
+        reservation = self._take_slots(len(wanted), self._chain_class, parent)
+        if reservation is not None and (slots := reservation.slots):
+            self._reserve_chain(wanted, names, parent, slots, selection(slots))
+        return reservation
+
+    def _take_slots(self, count: int, slot_class: int, needed: int) -> Reservation | None:
+        """So many slots, all or none, of a class; nothing of the chain up to the row `needed` is evicted for them."""
+        self._hold(needed)
         try:
-            evicted = self._make_room(len(wanted), self._chain_class)
+            evicted = self._make_room(count, slot_class)
         finally:
-            self._release(parent)
+            self._release(needed)
         if evicted is None:
             return None
-        slots = self.space.take(len(wanted), self._chain_class)
-        if slots:
-            self._reserve_chain(wanted, names, parent, slots, selection(slots))
+        slots = self.space.take(count, slot_class)
         return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def _are_new(self, keys: Sequence[BlockKey], names: Names | None) -> bool:
@@ -246,16 +251,10 @@ class BlockIndex(Restoring):
             map(self._is_side.__getitem__, rows)
         ):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
-        self._hold(rows[-1])
-        try:
-            evicted = self._make_room(len(keys), slot_class)
-        finally:
-            self._release(rows[-1])
-        if evicted is None:
-            return None
-        slots = self.space.take(len(keys), slot_class)
-        self._reserve_sides(keys, rows, slots)
-        return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
+        reservation = self._take_slots(len(keys), slot_class, rows[-1])
+        if reservation is not None:
+            self._reserve_sides(keys, rows, reservation.slots)
+        return reservation
 
     def complete(self, slots: Sequence[int]) -> list[BlockKey]:
         """The writers of reserved `slots` are done and the bytes are good; return the blocks that became held by it.
