@@ -15,13 +15,15 @@ from kvpact.index.block_index import BlockIndex, State
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneBlocks, SceneRequest, open_disk, tokens
 
+KEY = bytes(31) + b"k"
+
 
 def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
     jobs, index = TransferJobs(1, 1.0), BlockIndex(4)
-    reservation = index.reserve([b"one"], 0, 1)
+    reservation = index.reserve([KEY], 0, 1)
     assert reservation is not None
-    run = OffloadRun("r", 0, 0, [b"one"], [0], [b"one"], (5,))
-    jobs.order_save(run, reservation.slots, index.pin(b"one"), 0.0)
+    run = OffloadRun("r", 0, 0, [KEY], [0], [KEY], (5,))
+    jobs.order_save(run, reservation.slots, index.pin(KEY), 0.0)
     jobs.check()
     jobs.saves[7] = jobs.saves.pop(1)
     with pytest.raises(PactViolation, match="job 7"):
@@ -30,8 +32,8 @@ def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
 
 def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
     job = LoadJob(3, "r", 0, (0,), (5,), True)
-    part = LoadPart(job, (b"one",), JobTally(job.blocks, 1), is_chain=True)
-    load = LoadState(cast("Any", None), (b"one",), [part], 0.0)
+    part = LoadPart(job, (KEY,), JobTally(job.blocks, 1), is_chain=True)
+    load = LoadState(cast("Any", None), (KEY,), [part], 0.0)
     jobs = TransferJobs(1, 1.0)
     overdue = OverdueLoads(jobs)
     overdue.bind(SceneBlocks())

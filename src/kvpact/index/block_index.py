@@ -7,7 +7,7 @@ bytes in a slot, a clock or a lock; its owner does I/O and serialises calls.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -20,7 +20,6 @@ from kvpact.index.key_table import FEW, Names, RowArray, may_repeat
 from kvpact.index.links import NONE, selection
 from kvpact.index.links import ROOT as ROOT
 from kvpact.index.restoring import Restoring
-from kvpact.index.restoring import StoredBlock as StoredBlock
 from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED
 from kvpact.index.rows import State as State
 
@@ -144,19 +143,6 @@ class BlockIndex(Restoring):
     def pinned_count(self) -> int:
         """Pins not yet released; 0 when the place is not in use."""
         return self._pinned
-
-    def entries(self) -> Iterator[StoredBlock]:
-        """The held blocks of chains in the order in which they would be evicted if nothing were pinned. O(n log n)."""
-        recency: dict[int, int] = {}
-        tails_first = self._subtree(self._root)[:0:-1]
-        for row in tails_first:
-            recency[row] = max(recency.get(row, 0), self._policy.used(row))
-            recency[self._parent[row]] = max(recency.get(self._parent[row], 0), recency[row])
-        for row in sorted(tails_first, key=recency.__getitem__):
-            if self._state[row] == HELD and not self._is_side[row]:
-                parent = self._parent[row]
-                before = ROOT if parent == self._root else self._keys.key(parent)
-                yield StoredBlock(self._keys.key(row), before, row, recency[row])
 
     # Filling
 

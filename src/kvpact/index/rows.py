@@ -15,7 +15,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.eviction import LeastRecentlyUsed
 from kvpact.index.key_table import FEW, Names, RowArray, zeros
-from kvpact.index.links import NONE, Links
+from kvpact.index.links import NONE, Links, selection
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 
 
@@ -204,7 +204,7 @@ class Rows(Links):
             self._state[row] = RESERVED
             self._holds[row] = 1
             self._hold(parent)
-        self._policy.touch_each(rows)
+        self._policy.touch_each(selection(rows))
 
     def _reserve_chain(
         self, keys: Sequence[BlockKey], names: Names | None, parent: int, rows: Sequence[int], at: slice | RowArray
