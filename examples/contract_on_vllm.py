@@ -67,7 +67,7 @@ def main() -> None:
         "rank 0 cannot load block 6, rank 1 not block 4: blocks 4 to 6 are failed, from block 4 on is computed",
     )
 
-    print(f"\nheld in the end: {cache.ledger.leases_held} leases, {engine.held_blocks} of the engine's blocks")
+    print(f"\nheld in the end: {cache.ledger.totals.leases_held} leases, {engine.held_blocks} of the engine's blocks")
     engine.close()
 
 

@@ -28,7 +28,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvpact.cache.open import OpenCache
+from kvpact.cache.mounted import MountedCache
 from kvpact.config import load_config
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import KvpactScheduler
@@ -326,17 +326,17 @@ class PlayedEngine:
     @property
     def counts(self) -> dict[str, float]:
         """All of kvpact's counts as they are now."""
-        return self._opened.observe()
+        return self._mounted.observe()
 
     @property
-    def _opened(self) -> OpenCache:
+    def _mounted(self) -> MountedCache:
         mounted = self.connector.scheduler_side.mounted
         assert mounted is not None
-        return mounted.opened
+        return mounted
 
     def assert_at_rest(self) -> None:
         """No request, no lease, no block or slot held by anything, every invariant true."""
-        cache, context = self._opened.own, self.connector.scheduler_side.context
+        cache, context = self._mounted.own, self.connector.scheduler_side.context
         assert cache is not None
         assert context is not None
         cache.check()

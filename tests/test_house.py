@@ -165,14 +165,11 @@ def test_vllm_objects_are_asked_what_they_have_in_compat_only() -> None:
                     assert asked is None or asked in OWN_OPTIONAL_MEMBERS, f"{name}: {ast.unparse(call)}"
 
 
-OPENER = "kvpact.cache.open"
-"""Makes a cache; what it is to others, the contract says."""
-
 KNOWS_MORE_OF_THE_CACHE = {
     "vllm.guard": {"kvpact.cache.budget"},
     "vllm.scheduler_side": {"kvpact.cache.budget", "kvpact.cache.mounted"},
 }
-"""Modules of an adapter, and what of the cache's folder they may name beside the opener. May only shrink."""
+"""Modules of an adapter, and what of the cache's folder they may name. May only shrink."""
 
 BY_THE_CONTRACT = (
     "kvpact.vllm.scheduler_side",
@@ -189,7 +186,7 @@ def test_adapters_and_engines_know_no_cache_but_by_its_contract() -> None:
     for name, path in all_modules().items():
         if not name.startswith(("kvpact.vllm.", "kvpact_testkit.engine.")):
             continue
-        found = {imported for imported in imports_of(path) if imported.startswith("kvpact.cache.")} - {OPENER}
+        found = {imported for imported in imports_of(path) if imported.startswith("kvpact.cache.")}
         expected = KNOWS_MORE_OF_THE_CACHE.get(name.removeprefix("kvpact."), set())
         assert found == expected, f"{name} imports {found - expected} of the cache's folder"
 

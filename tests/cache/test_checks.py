@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvpact.cache.jobs import LoadPart, LoadState, OffloadRun, PactPlan, PlanSlots, TransferJobs
+from kvpact.cache.jobs import LoadPart, LoadState, OffloadRun, PactPlan, TransferJobs
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.contract import JobTally, LoadJob
 from kvpact.errors import PactViolation
@@ -15,13 +15,15 @@ from kvpact.index.block_index import BlockIndex, State
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneBlocks, SceneRequest, open_disk, tokens
 
+KEY = bytes(31) + b"k"
+
 
 def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
     jobs, index = TransferJobs(1, 1.0), BlockIndex(4)
-    reservation = index.reserve([b"one"], 0, 1)
+    reservation = index.reserve([KEY], 0, 1)
     assert reservation is not None
-    run = OffloadRun("r", 0, 0, [b"one"], [0], [b"one"], (5,))
-    jobs.order_save(run, reservation.slots, index.pin(b"one"), 0.0)
+    run = OffloadRun("r", 0, 0, [KEY], [0], [KEY], (5,))
+    jobs.order_save(run, reservation.slots, index.pin(KEY), 0.0)
     jobs.check()
     jobs.saves[7] = jobs.saves.pop(1)
     with pytest.raises(PactViolation, match="job 7"):
@@ -30,8 +32,8 @@ def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
 
 def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
     job = LoadJob(3, "r", 0, (0,), (5,), True)
-    part = LoadPart(job, (b"one",), JobTally(job.blocks, 1), is_chain=True)
-    load = LoadState(cast("Any", None), (b"one",), [part], 0.0)
+    part = LoadPart(job, (KEY,), JobTally(job.blocks, 1), is_chain=True)
+    load = LoadState(cast("Any", None), (KEY,), [part], 0.0)
     jobs = TransferJobs(1, 1.0)
     overdue = OverdueLoads(jobs)
     overdue.bind(SceneBlocks())
@@ -69,7 +71,7 @@ def test_a_plan_that_is_kept_of_a_request_that_has_finished() -> None:
     scene.cache.check()
     plan = cast("PactPlan", match.query_result)
     scene.cache.ledger.open_plan(
-        "gone", plan.blocks, block_size=BLOCK_SIZE, slots=PlanSlots(), now=0.0, promised_tokens=match.num_tokens
+        "gone", plan.blocks, block_size=BLOCK_SIZE, slots=(), now=0.0, promised_tokens=match.num_tokens
     )
     with pytest.raises(PactViolation, match=r"finished: \['gone'\]"):
         scene.cache.check()

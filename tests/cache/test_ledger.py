@@ -64,7 +64,7 @@ class Scene:
     @property
     def number_held(self) -> int:
         self.ledger.check()
-        assert self.held.total() == self.ledger.leases_held
+        assert self.held.total() == self.ledger.totals.leases_held
         return self.held.total()
 
 
@@ -447,7 +447,7 @@ def test_a_release_that_raises_does_not_keep_the_other_leases() -> None:
     with pytest.raises(OSError, match="gone"):
         ledger.abort(plan, EndReason.SHUTDOWN)
     assert sorted(released) == [0, 1, 2, 3]
-    assert (plan.state, ledger.leases_held) == (State.ABORTED, 0)
+    assert (plan.state, ledger.totals.leases_held) == (State.ABORTED, 0)
     ledger.check()
 
 

@@ -190,7 +190,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_agree(self) -> None:
         self.ledger.check()
-        assert self.held.total() == self.ledger.leases_held
+        assert self.held.total() == self.ledger.totals.leases_held
         with_plans = {plan.request_id for plan in self.seen if plan is self.ledger.find_settled(plan.request_id)}
         with_plans |= {plan.request_id for plan in self.ledger.open_plans()}
         assert self.ledger.known_requests == with_plans | {name for name, used in self.used_by.items() if used}
@@ -208,7 +208,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for request in "abcd":
             self.ledger.finish_request(request)
         self.ledger.check()
-        assert self.held.total() == self.ledger.leases_held == 0
+        assert self.held.total() == self.ledger.totals.leases_held == 0
         assert not self.ledger.known_requests
         assert self.ledger.totals.plans_opened == len(self.seen) + self.found == self.ledger.totals.ended.total()
         assert all(plan.state in ENDINGS for plan in self.seen)

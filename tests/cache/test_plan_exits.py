@@ -59,9 +59,9 @@ def scene() -> Scene:
 @pytest.mark.parametrize("reason", sorted(DROPPED))
 def test_h01_a_dropped_match_holds_nothing_from_that_very_call_on(scene: Scene, reason: ExternalMatchExit) -> None:
     match = scene.prepare(prompt("r", 0))
-    assert scene.cache.ledger.leases_held == 1
+    assert scene.cache.ledger.totals.leases_held == 1
     scene.cache.abort_external_match("r", match, reason)
-    assert (scene.cache.ledger.leases_held, scene.cache.index.pinned_count) == (0, 0)
+    assert (scene.cache.ledger.totals.leases_held, scene.cache.index.pinned_count) == (0, 0)
     assert scene.cache.observe()[series("plans_ended", EndReason(reason))] == 1
 
 
@@ -76,10 +76,10 @@ def test_a_postponed_match_is_kept_for_some_steps_and_ends_with_its_reason(
         scene.cache.end_step()
     assert scene.prepare(request).query_result is match.query_result
     for _ in range(POSTPONED_STEPS + 1):
-        assert scene.cache.ledger.leases_held == 1
+        assert scene.cache.ledger.totals.leases_held == 1
         scene.cache.postpone_external_match("r", reason)
         scene.cache.end_step()
-    assert scene.cache.ledger.leases_held == 0
+    assert scene.cache.ledger.totals.leases_held == 0
     shot = scene.cache.observe()
     assert (shot[series("plans_ended", EndReason(reason))], shot[series("plans_opened")]) == (1, 1)
 

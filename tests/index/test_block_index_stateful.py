@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from stored_blocks import StoredBlock, restore
 
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
 
 NUM_SLOTS = 7
 paths = st.text("abc", min_size=1, max_size=5)
-"""A block is named by its path: `ab` is the block that follows `a`. Its key is the path itself."""
+"""A block is named by its path: `ab` is the block that follows `a`."""
 SIDES = "XY"
 """`abX` is a side block that hangs on `ab`."""
 
 
+path_of = {ROOT: ""}
+"""Key -> the path of its block."""
+
+
+def key_of(path: str) -> bytes:
+    key = sha256(path.encode()).digest() if path else ROOT
+    path_of[key] = path
+    return key
+
+
+def parent_of(key: bytes) -> bytes:
+    return key_of(path_of[key][:-1])
+
+
 def chain(path: str) -> list[bytes]:
-    return [path[: length + 1].encode() for length in range(len(path))]
+    return [key_of(path[: length + 1]) for length in range(len(path))]
 
 
 @dataclass(eq=False)
@@ -36,7 +52,7 @@ class Block:
 
     @property
     def is_side(self) -> bool:
-        return chr(self.key[-1]) in SIDES
+        return path_of[self.key][-1] in SIDES
 
     def lineage(self) -> list[Block]:
         return [self, *(self.parent.lineage() if self.parent else [])]
@@ -101,8 +117,8 @@ class Model:
         return evicted
 
     def drop(self, key: bytes) -> set[bytes]:
-        gone = {block for block in self.blocks if not block.dropped and block.key.startswith(key)}
-        for block in sorted(gone, key=lambda block: -len(block.key)):
+        gone = {block for block in self.blocks if not block.dropped and path_of[block.key].startswith(path_of[key])}
+        for block in sorted(gone, key=lambda block: -len(path_of[block.key])):
             for used in block.lineage():
                 used.last_use = max(used.last_use, block.last_use)
             block.dropped = True
@@ -162,7 +178,7 @@ class IndexMachine(RuleBasedStateMachine):
         for key, slot in zip(keys[start:end], reservation.slots, strict=True):
             assert slot not in {block.slot for block in self.model.blocks}
             assert slot < self.model.usable
-            block = Block(key, self.model.known().get(key[:-1]), slot, 0)
+            block = Block(key, self.model.known().get(parent_of(key)), slot, 0)
             self.model.blocks.append(block)
             self.model.use(block)
 
@@ -172,13 +188,15 @@ class IndexMachine(RuleBasedStateMachine):
         """Of all known blocks of a chain, one side block of each kind that is not there yet."""
         known = self.model.known()
         parents = [key for key in chain(path) if key in known]
-        wanted = [key + side.encode() for key in parents for side in SIDES if key + side.encode() not in known][:3]
+        wanted = [
+            key_of(path_of[key] + side) for key in parents for side in SIDES if key_of(path_of[key] + side) not in known
+        ][:3]
         if not wanted:
             return
-        deepest = wanted[-1][:-1]
+        deepest = parent_of(wanted[-1])
         before = {key: block.slot for key, block in known.items()}
         expected = self.model.evict_for(len(wanted), deepest)
-        reservation = self.index.reserve_sides(wanted, [key[:-1] for key in wanted])
+        reservation = self.index.reserve_sides(wanted, [parent_of(key) for key in wanted])
         if expected is None:
             assert reservation is None
             return
@@ -186,7 +204,7 @@ class IndexMachine(RuleBasedStateMachine):
         event(f"side blocks, evicted {len(expected)}")
         assert sorted(reservation.evicted) == sorted((key, before[key]) for key in expected)
         for key, slot in zip(wanted, reservation.slots, strict=True):
-            block = Block(key, self.model.known()[key[:-1]], slot, 0)
+            block = Block(key, self.model.known()[parent_of(key)], slot, 0)
             self.model.blocks.append(block)
             self.model.use(block)
 
@@ -210,7 +228,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert set(became_held) == {block.key for block in self.model.known().values() if block.held} - before
         assert len(became_held) == len(set(became_held))
         for position, key in enumerate(became_held):
-            assert key[:-1] in before | set(became_held[:position]) | {ROOT}
+            assert parent_of(key) in before | set(became_held[:position]) | {ROOT}
 
     @precondition(lambda self: self.writers())
     @rule(data=st.data())
@@ -251,24 +269,23 @@ class IndexMachine(RuleBasedStateMachine):
     def drop(self, path: str) -> None:
         """Dropping the root is `clear`."""
         slots = {key: block.slot for key, block in self.model.known().items()}
-        removed = self.index.drop(path.encode()) if path else self.index.clear()
-        assert sorted(removed) == sorted((key, slots[key]) for key in self.model.drop(path.encode()))
+        removed = self.index.drop(key_of(path)) if path else self.index.clear()
+        assert sorted(removed) == sorted((key, slots[key]) for key in self.model.drop(key_of(path)))
         order = [key for key, _ in removed]
-        assert all(key[:-1] not in order[:position] for position, key in enumerate(order)), "parents go last"
+        assert all(parent_of(key) not in order[:position] for position, key in enumerate(order)), "parents go last"
 
     @rule()
     def restart(self) -> None:
         """What a slab does: only held blocks are in its table, and neither pins nor writers survive."""
-        table = list(self.index.entries())
-        held = {block.key: block for block in self.model.known().values() if block.held and not block.is_side}
-        assert {entry.key for entry in table} == set(held)
-        self.index = BlockIndex(self.num_slots, self.model.usable)
-        assert self.index.restore(reversed(table)) == []
         for side in self.model.known().values():
             if side.is_side:
                 for block in side.lineage():
                     block.last_use = max(block.last_use, side.last_use)
-        self.model.blocks = list(held.values())
+        held = [block for block in self.model.known().values() if block.held and not block.is_side]
+        table = [StoredBlock(block.key, parent_of(block.key), block.slot, block.last_use) for block in held]
+        self.index = BlockIndex(self.num_slots, self.model.usable)
+        assert restore(self.index, table) == set()
+        self.model.blocks = held
         for block in self.model.blocks:
             block.pins, block.writing = [], False
 
@@ -299,7 +316,7 @@ class IndexMachine(RuleBasedStateMachine):
         for key, block in known.items():
             assert self.index.is_side(block.slot) == block.is_side
             assert self.index.is_held(key) == block.held
-        for path in {key.decode() + "a" for key in [*(key for key in known if not known[key].is_side), b""]}:
+        for path in {path_of[key] + "a" for key in [*(key for key in known if not known[key].is_side), ROOT]}:
             keys = chain(path)
             assert self.index.held_prefix(keys) == sum(key in known and known[key].held for key in keys)
             assert self.index.known_prefix(keys) == sum(key in known for key in keys)

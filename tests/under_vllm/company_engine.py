@@ -97,7 +97,7 @@ class CompanyEngine:
     @property
     def counts(self) -> dict[str, float]:
         """All of kvpact's."""
-        return dict(self._opened.observe())
+        return dict(self._mounted.observe())
 
     @property
     def free_blocks(self) -> int:
@@ -105,10 +105,10 @@ class CompanyEngine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
-    def _opened(self) -> Any:
+    def _mounted(self) -> Any:
         mounted = self.connector.scheduler_side.mounted
         assert mounted is not None
-        return mounted.opened
+        return mounted
 
     def held(self) -> dict[str, int]:
         """What is held by anything when no request is left and the engine has stepped for as long as it wants to."""
@@ -116,7 +116,7 @@ class CompanyEngine:
         while self.scheduler.has_requests():
             assert time.monotonic() < until, "the engine wants to step for ever"
             self.core.step_fn()
-        cache, context = self._opened.own, self.connector.scheduler_side.context
+        cache, context = self._mounted.own, self.connector.scheduler_side.context
         cache.check()
         assert context is not None
         return {

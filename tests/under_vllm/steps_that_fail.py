@@ -104,7 +104,7 @@ def play(name: str, *, cancelled: str = "", failure_policy: str = "recompute") -
                 "preempted": stranger.num_preemptions,
                 "ended": engine.observed.finished,
                 "held": engine.held_blocks,
-                "leases": asked.opened.observe()["leases_held"],
+                "leases": asked.observe()["leases_held"],
             }
 
 

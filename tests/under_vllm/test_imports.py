@@ -73,7 +73,7 @@ def test_the_connector_brings_neither_half() -> None:
     ("half", "others"),
     [
         (SCHEDULER, ("kvpact.worker.worker", "kvpact.worker.copy", "kvpact.vllm.device", WORKER)),
-        (WORKER, ("kvpact.cache.cache", "kvpact.cache.open", "kvpact.vllm.device", SCHEDULER)),
+        (WORKER, ("kvpact.cache.cache", "kvpact.cache.mounted", "kvpact.vllm.device", SCHEDULER)),
     ],
 )
 def test_a_half_brings_neither_the_other_nor_the_client_of_a_store(half: str, others: tuple[str, ...]) -> None:

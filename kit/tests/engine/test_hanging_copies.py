@@ -39,7 +39,7 @@ def go_on(engine: Engine) -> None:
     cache = cast(PactCache, engine.cache)
     cache.check()
     assert not cache.ledger.open_plans()
-    assert cache.ledger.leases_held == 0
+    assert cache.ledger.totals.leases_held == 0
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -156,14 +156,14 @@ def test_h30_a_block_that_is_not_full_is_not_saved(mode: str, monkeypatch: pytes
 def test_what_was_computed_from_a_failed_load_is_not_saved() -> None:
     """Neither for the request that loaded, nor for one that saves the same chain lazily."""
     copies, index = TransferJobs(1, 1.0), BlockIndex(8)
-    keys = [b"one", b"two", b"three"]
+    keys = [name.ljust(32) for name in (b"one", b"two", b"three")]
     slots = index.reserve(keys, 0, 3)
     assert slots is not None
     for request, start in (("loader", 0), ("lazy", 2), ("other", 0)):
-        mine = keys if request != "other" else [b"one", b"else", b"three"]
+        mine = keys if request != "other" else [keys[0], b"else".ljust(32), keys[2]]
         run = OffloadRun(request, 0, start, mine[start:], range(start, 3), mine, (5, 6, 7)[start:])
-        copies.order_save(run, slots.slots[start:], index.pin(b"one"), 0.0)
-    copies.invalidate("loader", b"two", 1)
+        copies.order_save(run, slots.slots[start:], index.pin(keys[0]), 0.0)
+    copies.invalidate("loader", keys[1], 1)
     assert {save.job.request_id: save.garbage_from == 1 for save in copies.saves.values()} == {
         "loader": True,
         "lazy": True,
@@ -276,8 +276,8 @@ class Scene:
             entry = self.lazy.content_of(block)
             self.lost += entry is not None and self.queue.content[block] is not None and entry.key not in self.index
             self.numbers += 1
-            keys.append(b"key%d" % self.numbers)
-            self.queue.content[block] = b"hash%d" % self.numbers
+            keys.append((b"key%d" % self.numbers).ljust(32))
+            self.queue.content[block] = keys[-1].replace(b"key", b"hash")
         run = OffloadRun(f"r{self.numbers}", 0, 0, keys, range(len(keys)), keys, tuple(taken))
         self.tags.fill(taken, TAG)
         self.lazy.note(run, TAG)

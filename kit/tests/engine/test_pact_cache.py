@@ -20,7 +20,7 @@ PRESETS = {**EngineQuirks.presets(), "native-ahead": EngineQuirks(async_scheduli
 def nothing_held(cache: PactCache) -> None:
     cache.check()
     assert not cache.ledger.open_plans()
-    assert cache.ledger.leases_held == 0
+    assert cache.ledger.totals.leases_held == 0
     assert not cache.has_pending_work
 
 

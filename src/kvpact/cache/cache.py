@@ -16,9 +16,8 @@ from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.invalidation import Invalidation
-from kvpact.cache.jobs import PlanSlots, TransferJobs
+from kvpact.cache.jobs import PactLedger, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
-from kvpact.cache.ledger import Ledger
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
 from kvpact.cache.offload import Offloader
@@ -26,7 +25,6 @@ from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
-from kvpact.cache.room import ArenaRoom
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import LRUKeySet, TierSet
 from kvpact.cache.writeback import WriteBack
@@ -45,7 +43,6 @@ from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.tags import BlockTags
-from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
 from kvpact.tiers.costs import PrefillRate
@@ -82,7 +79,7 @@ class PactCache(ExternalCache):
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = index_of(arena, groups, classes)
-        self.ledger = ledger = Ledger[Pin, PlanSlots](index.unpin, plan_lifetime_seconds=config.plan_lifetime)
+        self.ledger = ledger = PactLedger(index.unpin, plan_lifetime_seconds=config.plan_lifetime)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
         self._lazy_window = lazy_window if config.save == "lazy" else None
         self._idle_steps = IdleSteps(clock)
@@ -95,37 +92,25 @@ class PactCache(ExternalCache):
         requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
         limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
         load_budget = self._load_budget = LoadBudget(*limits)
-        exits = self._exits = Exits(ledger, requests, load_budget)
-        room = ArenaRoom(index, ledger, exits.give_up)
+        exits = self._exits = Exits(ledger, index, requests, load_budget)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)
-        overdue = self._overdue = OverdueLoads(jobs)
+        late = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
-        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, room)
+        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, exits)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         self._is_proven = arena.standing is Standing.PROVEN
         writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
         reads.note_became_held = writes.note_became_held
-        saves = self.saves = Offloader(config, of_requests, index, room, jobs, tags, writes, metrics, clock)
+        saves = self.saves = Offloader(config, of_requests, index, exits, jobs, tags, writes, metrics, clock)
         self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)
         finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, of_requests, clock, budget)
         self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, overdue, load_budget, exits, of_requests, clock
+            config, ledger, index, below, reads, finder, metrics, late, load_budget, exits, of_requests, clock
         )
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(
-            config,
-            requests,
-            ledger,
-            index,
-            jobs,
-            overdue,
-            load_budget,
-            invalidation,
-            writes,
-            tags,
-            metrics,
-            of_requests,
+            config, requests, ledger, index, jobs, late, load_budget, invalidation, writes, tags, metrics, of_requests
         )
         below.open(tiers)
 
@@ -356,7 +341,12 @@ class PactCache(ExternalCache):
         """All counts as they are now, with the ledger's and the tiers'."""
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
         self.metrics.set("prefill_speed", self._prefill.tokens_per_second)
-        _set_gauges(self.metrics, self.ledger, self.index)
+        for name, total, label in self.ledger.totals.counts():
+            self.metrics.raise_to(name, total, label)
+        self.metrics.set("open_plans", len(self.ledger.open_plans()))
+        self.metrics.set("leases_held", self.ledger.totals.leases_held)
+        self.metrics.set("held_blocks", self.index.held_count, MEMORY)
+        self.metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
         self.tiers.observe()
         return self.metrics.snapshot()
 
@@ -377,12 +367,3 @@ class PactCache(ExternalCache):
         if not self.tiers.close(self._config.shutdown_timeout):
             logger.warning("kvpact: some writes did not finish in time")
         self._arena.close()
-
-
-def _set_gauges(metrics: Metrics, ledger: Ledger[Pin, PlanSlots], index: BlockIndex) -> None:
-    for name, total, label in ledger.totals.counts():
-        metrics.raise_to(name, total, label)
-    metrics.set("open_plans", len(ledger.open_plans()))
-    metrics.set("leases_held", ledger.leases_held)
-    metrics.set("held_blocks", index.held_count, MEMORY)
-    metrics.set("capacity_blocks", index.num_slots, MEMORY)

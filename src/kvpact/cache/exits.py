@@ -1,26 +1,29 @@
 """How plans end without a load, or are postponed: by the engine's word, a miss, a reset or the end of the cache.
 
-Owns no state: the ledger does. A plan that is loading is left alone here; its settlement ends it.
+Decides which promises end so that others get room. Owns no state: the ledger owns plans, the index slots. A plan that
+is loading is left alone here; its settlement ends it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpact.cache.jobs import PactPlan, PlanSlots
-from kvpact.cache.ledger import Ledger, State
+from kvpact.cache.jobs import PactLedger, PactPlan
+from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.request import Requests
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
-from kvpact.index.block_index import Pin
+from kvpact.identity.keys import BlockKey
+from kvpact.index.block_index import BlockIndex
 from kvpact.metrics import EndReason
 
 
 @dataclass(eq=False, slots=True)
 class Exits:
-    """The ways out for the plans of one ledger."""
+    """The ways out for the plans of one ledger, and so the room that they leave in one index."""
 
-    ledger: Ledger[Pin, PlanSlots]
+    ledger: PactLedger
+    index: BlockIndex
     requests: Requests
     load_budget: LoadBudget
 
@@ -39,10 +42,22 @@ class Exits:
             self.load_budget.release(request_id)
             self.ledger.postpone(plan, EndReason(reason))
 
-    def give_up(self, plan: PactPlan, reason: EndReason) -> None:
-        """End a postponed plan, for others' room."""
-        self.ledger.abort(plan, reason)
-        self._may_wait_anew(plan)
+    def reservable(self, parent: BlockKey, wanted: int, slot_class: int | None = None) -> int:
+        """See `BlockIndex.reservable`. If that is fewer than `wanted`, postponed plans end, one by one, until it
+        is not.
+
+        A plan that was prepared in this step does not end. Engines ask for their queue's head first, so the head gets
+        room from the requests queued after it and never the other way round: two requests do not evict each other in
+        turn.
+        """
+        room = self.index.reservable(parent, wanted, slot_class)
+        for plan, reason in self.ledger.postponed_plans() if room < wanted else ():
+            self.ledger.abort(plan, reason)
+            self._may_wait_anew(plan)
+            room = self.index.reservable(parent, wanted, slot_class)
+            if room >= wanted:
+                break
+        return room
 
     def expire(self, now: float) -> None:
         """The step is over: end the plans whose lifetime is."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from sys import maxsize
 
-from kvpact.cache.ledger import Plan
+from kvpact.cache.ledger import Ledger, Plan
 from kvpact.contract import JobOutcome, JobQuery, JobTally, LoadJob, SaveJob, StepLookup, StepWork, WorkerReport
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, BlockKeys
@@ -36,19 +36,10 @@ Placed = tuple[GroupBlocks, tuple[int, ...]]
 """Blocks in slots, each with the engine's block for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSlots:
-    """Where memory has what a plan loads: its pins keep the slots' content, even if entries are dropped."""
+PactPlan = Plan[Pin, Sequence[GroupBlocks]]
+"""A plan with what it loads, one run or more a group: its pins keep the slots' content, even if entries are dropped."""
 
-    runs: tuple[GroupBlocks, ...] = ()
-
-    @property
-    def blocks(self) -> int:
-        """All blocks that the plan loads."""
-        return sum(len(run.slots) for run in self.runs)
-
-
-PactPlan = Plan[Pin, PlanSlots]
+PactLedger = Ledger[Pin, Sequence[GroupBlocks]]
 
 
 @dataclass(slots=True)
@@ -156,7 +147,7 @@ class SaveState:
     run: OffloadRun
     """The blocks that there was room for."""
     slots: Slots | range
-    """The job's slots, as they were reserved."""
+    """The job's slots, as the index numbers them and they were reserved."""
     pin: Pin
     tally: JobTally
     ask_at: float
@@ -167,11 +158,6 @@ class SaveState:
     def parts(self) -> list[SaveState]:
         """Itself: a save has one job."""
         return [self]
-
-    @property
-    def job_ids(self) -> list[int]:
-        """The id of its job."""
-        return [self.job.job_id]
 
     @property
     def is_complete(self) -> bool:
@@ -276,13 +262,11 @@ class TransferJobs:
 
         The step waits for a `synchronous` load. `placed` has at least one entry.
         """
-        parts = [
-            LoadPart(job, run.keys, JobTally(job.blocks, self.ranks), run.group == self.chain)
-            for run, ids in placed
-            for job in [
-                LoadJob(self._next_id(), plan.request_id, run.start, tuple(run.slots), ids, synchronous, run.group)
-            ]
-        ]
+        parts = []
+        for run, ids in placed:
+            slots = self._numbers(run.slots)
+            job = LoadJob(self._next_id(), plan.request_id, run.start, slots, ids, synchronous, run.group)
+            parts.append(LoadPart(job, run.keys, JobTally(job.blocks, self.ranks), run.group == self.chain))
         load = LoadState(plan, keys, parts, now + self.timeout)
         self.loads[load.job.job_id] = load
         self._loads_by_job.update(dict.fromkeys(load.job_ids, load))
@@ -291,11 +275,16 @@ class TransferJobs:
 
     def order_save(self, run: OffloadRun, slots: Slots | range, pin: Pin, now: float) -> SaveState:
         """After this step, copy the engine's blocks of `run` into `slots`; `pin` keeps the last of them."""
-        job = SaveJob(self._next_id(), run.request_id, run.start, tuple(slots), run.block_ids, run.group)
+        numbers = self._numbers(slots)
+        job = SaveJob(self._next_id(), run.request_id, run.start, numbers, run.block_ids, run.group)
         save = SaveState(job, run, slots, pin, JobTally(job.blocks, self.ranks), now + self.timeout)
         self.saves[job.job_id] = save
         self._outbox.saves.append(job)
         return save
+
+    def _numbers(self, slots: Sequence[int]) -> Slots:
+        """Slots as workers know them."""
+        return tuple(slots if self.number is None else map(self.number, slots))
 
     def _next_id(self) -> int:
         self.ordered += 1
@@ -318,18 +307,7 @@ class TransferJobs:
                 self._outbox.inquiries += [JobQuery(part.job.job_id, part.job.blocks) for part in task.parts]
                 if isinstance(task, LoadState) and task.given_up:
                     self._outbox.overdue += task.job_ids  # a worker may not have heard it
-        return self._named(self._outbox.take(lookups))
-
-    def _named(self, work: StepWork) -> StepWork:
-        """Return the step's work with the slots as workers know them."""
-        if self.number is None:
-            return work
-        loads = tuple(replace(job, slots=tuple(map(self.number, job.slots))) for job in work.loads)
-        return replace(
-            work,
-            loads=loads,
-            saves=tuple(replace(job, slots=tuple(map(self.number, job.slots))) for job in work.saves),
-        )
+        return self._outbox.take(lookups)
 
     def give_up(self, now: float) -> list[LoadState]:
         """Loads whose deadline has passed. This step tells the workers so, once, and again with each query.

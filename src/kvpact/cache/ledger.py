@@ -293,17 +293,20 @@ class Ledger(Generic[Lease, Slots]):
         if used_tokens is None and plan.request_finished:
             used_tokens = 0
         _require_used(plan, used_tokens or 0, loaded_tokens)
+        self._end_load(plan, loaded_tokens, failed)
+        del self._open[plan.request_id]
+        self._awaiting_use[plan.request_id] = plan
+        if used_tokens is not None:
+            self.use(plan, used_tokens)
+        self._hold(plan, ())
+
+    def _end_load(self, plan: Plan[Lease, Slots], loaded_tokens: int, failed: RangeSet) -> None:
         self._apply(plan, Event.FELL_SHORT if failed.ranges else Event.ARRIVED)
         plan.reason = EndReason.SHORT if failed.ranges else EndReason.LOADED
         plan.loaded_tokens, plan.failed = loaded_tokens, failed
         self.totals.loaded_tokens += loaded_tokens
         self.totals.failed_tokens += plan.committed_tokens - loaded_tokens
         self.totals.ended[plan.reason] += 1
-        del self._open[plan.request_id]
-        self._awaiting_use[plan.request_id] = plan
-        if used_tokens is not None:
-            self.use(plan, used_tokens)
-        self._hold(plan, ())
 
     def use(self, plan: Plan[Lease, Slots], tokens: int) -> None:
         """The engine skipped the first `tokens` of the match, at most the loaded ones; called once per settled plan.
@@ -364,13 +367,8 @@ class Ledger(Generic[Lease, Slots]):
         self.totals.plans_opened += 1
         self._apply(plan, Event.PREPARE_READY)
         self._promise(plan, blocks, tokens)
-        self._apply(plan, Event.COMMIT)
-        plan.committed_tokens = plan.loaded_tokens = tokens
-        self.totals.committed_tokens += tokens
-        self._apply(plan, Event.ARRIVED)
-        plan.reason = EndReason.LOADED
-        self.totals.loaded_tokens += tokens
-        self.totals.ended[plan.reason] += 1
+        self.commit(plan, tokens, now=now)
+        self._end_load(plan, tokens, RangeSet())
         self._count_used(plan, used_positions)
 
     # Postpone and abort
@@ -434,11 +432,6 @@ class Ledger(Generic[Lease, Slots]):
         return plan
 
     # Accounts
-
-    @property
-    def leases_held(self) -> int:
-        """Leases taken and not released yet."""
-        return self.totals.leases_held
 
     @property
     def known_requests(self) -> set[str]:

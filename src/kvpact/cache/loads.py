@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from kvpact.cache.groups import RequestGroups
 from kvpact.cache.invalidation import Invalidation
-from kvpact.cache.jobs import LoadState, PactPlan, PlanSlots, TransferJobs
-from kvpact.cache.ledger import Ledger
+from kvpact.cache.jobs import LoadState, PactLedger, PactPlan, TransferJobs
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.request import Requests, RequestState
@@ -27,7 +26,7 @@ class Loads:
 
     config: KvpactConfig
     requests: Requests
-    ledger: Ledger[Pin, PlanSlots]
+    ledger: PactLedger
     index: BlockIndex
     jobs: TransferJobs
     overdue: OverdueLoads
@@ -52,7 +51,7 @@ class Loads:
         leases = plan.leases
         keep = self._cut(plan, state, num_tokens) if num_tokens < plan.promised_tokens else leases
         tables = groups.tables(plan.request_id, lambda: block_ids)
-        placed = groups.placed(plan.slots.runs, tables)
+        placed = groups.placed(plan.slots, tables)
         if keep is None or not placed:
             self.ledger.abort(plan, EndReason.REFUSED)
             for pin in keep if keep is not None and keep is not leases else ():
@@ -84,16 +83,15 @@ class Loads:
         end = plan.blocks.start * self.groups.block_size + num_tokens
         keys = state.keys.keys if state.keys is not None else []
         if groups.reads_all:
-            plan.slots = PlanSlots(tuple(groups.first_of(plan.slots.runs, end)))
-            if groups.lost_any(plan.slots.runs):  # only the plan's own pins keep the slots: all or none
+            plan.slots = groups.first_of(plan.slots, end)
+            if groups.lost_any(plan.slots):  # only the plan's own pins keep the slots: all or none
                 return plan.leases
-            hanging = [key for run in plan.slots.runs if run.group != groups.groups.chain for key in run.keys]
+            hanging = [key for run in plan.slots if run.group != groups.groups.chain for key in run.keys]
             return [index.pin(keys[blocks.end - 1]), *index.pin_each(hanging)]
         found = groups.longest(state, blocks.end, blocks.start, index.is_held)
         if found != blocks.end or end % self.groups.block_size or not groups.may_end_at(end):
             return None
-        runs, pins = groups.lease(state, keys, blocks)
-        plan.slots = PlanSlots(tuple(runs))
+        plan.slots, pins = groups.lease(state, keys, blocks)
         return pins
 
     def note_resumed(self, request_id: str) -> None:

@@ -1,28 +1,31 @@
 """An engine's cache while its workers are up: their memory, the tiers, and the watches over weights and adapters.
 
-Owns the order in which these start and end, and when tiers that open late come into use. Knows no engine.
+The cache is kvpact's own, or another author's that the configuration names, of which only the contract is known. Owns
+the order in which these start and end, and when tiers that open late come into use. Knows no engine.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from kvpact.cache.budget import StepBudget
+from kvpact.cache.cache import PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
-from kvpact.cache.open import open_cache
 from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.weights_watch import WeightsWatch
 from kvpact.config import KvpactConfig
-from kvpact.contract import SupportsStepLookup
+from kvpact.contract import CacheSpec, ExternalCache, SupportsStepLookup
+from kvpact.errors import ConfigError
 from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.base_weights import BaseWeights
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
-from kvpact.metrics import Metrics, explain_misses
+from kvpact.metrics import Metrics, Snapshot, explain_misses
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
 from kvpact.wire import SharedTierConfig, WorkerHandshake
@@ -68,20 +71,27 @@ class MountedCache:
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
         self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
         tiers = self._late_tiers.open() if self._late_tiers is not None else None
-        self.opened = open_cache(
-            config,
-            namespace=known.digest,
-            block_size=block_size,
-            arena=arena,
-            tiers=tiers.queues if tiers is not None else (),
-            clock=time.monotonic,
-            metrics=metrics,
-            budget=budget,
-            groups=groups,
-            classes=hellos[0].slot_classes,
-            copies_per_block=max(hello.copies_per_block for hello in hellos),
-        )
-        self.cache = self.opened.cache
+        self.own: PactCache | None = None
+        """kvpact's own cache, which alone has tiers; None if `cache` is another author's."""
+        if config.cache is None:
+            self.own = PactCache(
+                config,
+                namespace=known.digest,
+                block_size=block_size,
+                arena=arena,
+                tiers=tiers.queues if tiers is not None else (),
+                clock=time.monotonic,
+                metrics=metrics,
+                budget=budget,
+                groups=groups,
+                classes=hellos[0].slot_classes,
+                copies_per_block=max(hello.copies_per_block for hello in hellos),
+            )
+            self.cache: ExternalCache = self.own
+        else:
+            slots = arena.num_slots, arena.num_ranks, arena.rank_slot_bytes
+            spec = CacheSpec(block_size, *slots, known.digest, time.monotonic, groups)
+            self.cache = _cache_of_another(config.cache, spec)
         if tiers is not None:
             self._use(tiers)
         notices = [segment.notice for segment in attached]
@@ -97,20 +107,19 @@ class MountedCache:
         )
 
     def _use(self, tiers: OpenTiers) -> None:
-        """Use these tiers from now on."""
+        """Use these tiers of kvpact's own cache from now on."""
         self.queues = tiers.queues
-        cache: object = self.cache
-        if self._config.match_at == "step" and isinstance(cache, SupportsStepLookup):
-            self.step_lookup = cache
-            shared = tuple((at, tiers.numbers[at]) for at in self.opened.shared_tiers)
+        if self._config.match_at == "step" and self.own is not None:
+            self.step_lookup = self.own
+            shared = tuple((at, tiers.numbers[at]) for at in self.own.tiers.shared_tiers)
             namespace = tiers.namespace.describe()
             self.store = SharedTierConfig(namespace, self._block_size, self._rank_slot_bytes, shared)
 
     def use_late_tiers(self) -> None:
         """Use tiers that have opened since, if there are any; waits for nothing."""
         tiers = self._late_tiers.poll() if self._late_tiers is not None else None
-        if tiers is not None:
-            self.opened.open_tiers(tiers.queues)
+        if tiers is not None and self.own is not None:
+            self.own.open_tiers(tiers.queues)
             self._use(tiers)
             logger.info("kvpact: from now on %d tier(s), namespace %s", len(tiers.queues), tiers.namespace.name)
 
@@ -136,11 +145,15 @@ class MountedCache:
             self._metrics.add("refuted_copies")
             logger.error("kvpact: a rank has found a wrong copy; this engine goes on without a cache")
             self.weights.reset()
-            if self.opened.own is not None:
-                self.opened.own.writeback.refute_run()
-        if self.opened.own is not None:
-            self.opened.own.tiers.poll()  # they are told, piece by piece
-            self.opened.own.tiers.end_step()
+            if self.own is not None:
+                self.own.writeback.refute_run()
+        if self.own is not None:
+            self.own.tiers.poll()  # they are told, piece by piece
+            self.own.tiers.end_step()
+
+    def observe(self) -> Snapshot:
+        """All counts as they are now."""
+        return self.own.observe() if self.own is not None else self._metrics.snapshot()
 
     def reset(self) -> None:
         """The engine says that the weights may change."""
@@ -157,7 +170,7 @@ class MountedCache:
         self.use_late_tiers()
         pending = self.cache.has_pending_work
         if self._stats_file is not None and self._may_have_counted and not pending:
-            self._stats_file.offer(self.opened.observe())
+            self._stats_file.offer(self.observe())
             self._may_have_counted = False
         return pending
 
@@ -166,11 +179,12 @@ class MountedCache:
         self.use_late_tiers()
         if self._late_tiers is not None:
             self._late_tiers.close()
-        snapshot = self.opened.observe()
+        snapshot = self.observe()
         logger.info("kvpact: %s", explain_misses(snapshot))
         self.weights.close()
         self._adapters.bind(None)
-        self.opened.shutdown()
+        self.cache.shutdown()
+        self._arena.close()
         if self._stats_file is not None:
             self._stats_file.close(snapshot)
 
@@ -183,4 +197,24 @@ def attach_all(hellos: Sequence[WorkerHandshake]) -> tuple[Arena, Sequence[Arena
     return Arena(with_slots, others), segments
 
 
-__all__ = ["MountedCache", "attach_all"]
+def _cache_of_another(name: str, spec: CacheSpec) -> ExternalCache:
+    """What the class or function `name` makes. Raises ConfigError if there is none, or it makes no cache."""
+    cache = _find_factory(name)(spec)
+    if not isinstance(cache, ExternalCache):
+        raise ConfigError(f'"cache": "{name}" made a {type(cache).__name__}; a kvpact.contract.ExternalCache is needed')
+    return cache
+
+
+def _find_factory(name: str) -> Callable[[CacheSpec], object]:
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'"cache": "{name}" cannot be loaded: {error}; name a module that the engine\'s Python can import, and a '
+            "class or function in it"
+        ) from error
+    if not callable(factory):
+        raise ConfigError(f'"cache": "{name}" is a {type(factory).__name__}; a class or function is needed')
+    made: Callable[[CacheSpec], object] = factory
+    return made

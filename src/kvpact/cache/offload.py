@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvpact.cache.exits import Exits
 from kvpact.cache.groups import RequestGroups, Tables, runs_of
 from kvpact.cache.jobs import OffloadRun, Piece, PutOffSave, SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.request import RequestState
-from kvpact.cache.room import ArenaRoom
 from kvpact.cache.writeback import Offer, WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
@@ -43,7 +43,7 @@ class Offloader:
     config: KvpactConfig
     groups: RequestGroups
     index: BlockIndex
-    room: ArenaRoom
+    exits: Exits
     jobs: TransferJobs
     tags: BlockTags
     writeback: WriteBack
@@ -346,7 +346,7 @@ class Offloader:
     def _order(self, run: OffloadRun, needed: BlockKey, now: float) -> int:
         """Order a save of the blocks that there is room for, after the row `needed` or hanging on it and others."""
         wanted = len(run.block_ids)
-        room = min(wanted, self.room.reservable(needed, wanted, self.groups.class_of(run.group)))
+        room = min(wanted, self.exits.reservable(needed, wanted, self.groups.class_of(run.group)))
         self.metrics.add("dropped_blocks", wanted - room)
         if not room:
             return 0

@@ -61,7 +61,7 @@ class OverdueLoads:
             self._given_up[load.job.job_id] = load, self._step
             logger.warning(
                 "kvpact: the load of %d blocks for request %s has not ended by its deadline; they are computed instead",
-                load.plan.slots.blocks,
+                len(load.block_ids),
                 load.job.request_id,
             )
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from kvpact.cache.exits import Exits
 from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups
-from kvpact.cache.jobs import PactPlan, PlanSlots
-from kvpact.cache.ledger import Ledger, State
+from kvpact.cache.jobs import PactLedger, PactPlan
+from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Lookup, Miss, Phase, Stage, Wait, decide
 from kvpact.cache.overdue import OverdueLoads
@@ -26,7 +26,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch, num_blocks_for
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import BlockIndex, Pin
+from kvpact.index.block_index import BlockIndex
 from kvpact.metrics import EndReason, Metrics, MissReason
 from kvpact.ranges import BlockRange
 
@@ -57,7 +57,7 @@ class Planner:
     """Answers prepares with what `finder` finds, and opens and stages their plans."""
 
     config: KvpactConfig
-    ledger: Ledger[Pin, PlanSlots]
+    ledger: PactLedger
     index: BlockIndex
     tiers: TierSet
     prefetcher: Prefetcher
@@ -118,7 +118,7 @@ class Planner:
         plan, now = self.ledger.find(name), self.clock()
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
-        if plan is not None and plan.postponed is not None and self.groups.lost_any(plan.slots.runs):
+        if plan is not None and plan.postponed is not None and self.groups.lost_any(plan.slots):
             self.exits.end_plan(name, EndReason.SUPERSEDED)
             plan = None  # its slots are kept, but what was dropped since is not to be promised anew
         if plan is not None:
@@ -254,11 +254,10 @@ class Planner:
         plan = probe.plan
         if plan is None or blocks.end > plan.blocks.end:
             return self._open(probe, blocks, promised=True)
-        slots, leases = self._lease(probe, blocks)
+        plan.slots, leases = self.groups.lease(probe.state, probe.keys, blocks)
         self.ledger.ready(
             plan, promised_tokens=blocks.count * self.groups.block_size, leases=leases, now=probe.now, blocks=blocks
         )
-        plan.slots = slots
         self._count_lookup(probe.state, blocks.start, True)
         return plan
 
@@ -269,9 +268,9 @@ class Planner:
             self.begin_waiting(state)
         self.index.touch(keys[blocks.end - 1])
         if promised:
-            slots, leases = self._lease(probe, blocks)
+            slots, leases = self.groups.lease(state, keys, blocks)
         else:
-            slots, leases = PlanSlots(), [self.index.pin(keys[blocks.end - 1])]
+            slots, leases = [], [self.index.pin(keys[blocks.end - 1])]
         return self.ledger.open_plan(
             probe.request_id,
             blocks,
@@ -283,14 +282,9 @@ class Planner:
             deadline=inf if promised or state.waits_until is None else state.waits_until,
         )
 
-    def _lease(self, probe: _Probe, blocks: BlockRange) -> tuple[PlanSlots, list[Pin]]:
-        """The slots of blocks that memory holds, and pins that keep them."""
-        runs, pins = self.groups.lease(probe.state, probe.keys, blocks)
-        return PlanSlots(tuple(runs)), pins
-
     def _match(self, plan: PactPlan) -> ExternalKVMatch:
         """What a plan promises now. How it is loaded depends on what the running step waits for already."""
-        waits = self.load_budget.hold(plan.request_id, plan.slots.blocks)
+        waits = self.load_budget.hold(plan.request_id, sum(len(run.slots) for run in plan.slots))
         return ExternalKVMatch(plan.promised_tokens, not waits, plan)
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:

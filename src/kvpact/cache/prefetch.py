@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
+from operator import not_
 from typing import NamedTuple
 
-from kvpact.cache.room import ArenaRoom
+from kvpact.cache.exits import Exits
+from kvpact.cache.request import TierLookup
 from kvpact.cache.tier_set import TierSet
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
@@ -46,30 +48,6 @@ class PrefetchOp:
     pin: Pin
 
 
-@dataclass(eq=False, slots=True)
-class TierLookup:
-    """One request's question to the shared tiers: the number of `keys` that each holds in a row."""
-
-    keys: Sequence[BlockKey]
-    pending: dict[TierClient, OpId] = field(default_factory=dict)
-    hits: dict[TierClient, int] = field(default_factory=dict)
-    hanging: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
-    """Whether each holds the blocks of side groups that it was asked for."""
-    rounds: int = 0
-    """How often the tiers were asked for blocks of side groups."""
-
-    @property
-    def done(self) -> bool:
-        """Whether every tier that was asked has answered."""
-        return not self.pending
-
-    def give_up(self, *, late: bool) -> None:
-        """Stop waiting for missing answers; if they are `late`, the tiers are at fault."""
-        for client, op_id in self.pending.items():
-            client.give_up(op_id, late=late)
-        self.pending.clear()
-
-
 @dataclass(eq=False)
 class Prefetcher:
     """The way of blocks from `tiers` into one arena."""
@@ -79,7 +57,7 @@ class Prefetcher:
     arena: Arena
     metrics: Metrics
     clock: Callable[[], float]
-    room: ArenaRoom
+    exits: Exits
     note_became_held: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None] | None = field(default=None, init=False)
     """Told what memory holds after a read, and what of it was read: other blocks may have waited for those."""
     _filling: set[int] = field(default_factory=set, init=False)
@@ -177,10 +155,7 @@ class Prefetcher:
                 continue
             has = self._has(client, lookup, now)
             there = [has(needed.key) for needed in rest]
-            wanted, rest = (
-                [*compress(rest, there)],
-                [each for each, is_there in zip(rest, there, strict=True) if not is_there],
-            )
+            wanted, rest = [*compress(rest, there)], [*compress(rest, map(not_, there))]
             for slot_class in sorted({needed.slot_class for needed in wanted}):
                 if not self._read_hanging(client, [each for each in wanted if each.slot_class == slot_class], now):
                     return False
@@ -189,7 +164,7 @@ class Prefetcher:
     def _read_hanging(self, client: TierClient, wanted: Sequence[Needed], now: float) -> bool:
         """Begin to read blocks of one class of slots from one tier; False, and nothing happens, if it is impossible."""
         keys, rows, slot_class = [each.key for each in wanted], [each.row for each in wanted], wanted[0].slot_class
-        if client.room < len(keys) or self.room.reservable(rows[-1], len(keys), slot_class) < len(keys):
+        if client.room < len(keys) or self.exits.reservable(rows[-1], len(keys), slot_class) < len(keys):
             return False
         return self._read(client, keys, self.index.reserve_sides(keys, rows, slot_class), now, None)
 
@@ -230,7 +205,7 @@ class Prefetcher:
             if client is None:
                 break
             wanted = min(end - known, client.room)
-            room = min(wanted, self.room.reservable(keys[known - 1] if known else ROOT, wanted))
+            room = min(wanted, self.exits.reservable(keys[known - 1] if known else ROOT, wanted))
             stop = min(end, readable, known + min(room, read_blocks))
             if stop == known:
                 break

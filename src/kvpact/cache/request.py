@@ -5,16 +5,41 @@ Owns nothing else: the ledger owns a request's plan, `jobs.py` its copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvpact.cache.jobs import PactPlan
-from kvpact.cache.prefetch import TierLookup
 from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import KEY_BYTES, BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
+from kvpact.tiers.client import TierClient
+from kvpact.tiers.executor import OpId
+
+
+@dataclass(eq=False, slots=True)
+class TierLookup:
+    """One request's question to the shared tiers: the number of `keys` that each holds in a row."""
+
+    keys: Sequence[BlockKey]
+    pending: dict[TierClient, OpId] = field(default_factory=dict)
+    hits: dict[TierClient, int] = field(default_factory=dict)
+    hanging: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
+    """Whether each holds the blocks of side groups that it was asked for."""
+    rounds: int = 0
+    """How often the tiers were asked for blocks of side groups."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every tier that was asked has answered."""
+        return not self.pending
+
+    def give_up(self, *, late: bool) -> None:
+        """Stop waiting for missing answers; if they are `late`, the tiers are at fault."""
+        for client, op_id in self.pending.items():
+            client.give_up(op_id, late=late)
+        self.pending.clear()
 
 
 class Waiting(NamedTuple):

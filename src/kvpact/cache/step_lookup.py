@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpact.cache.jobs import GroupBlocks, PlanSlots
-from kvpact.cache.ledger import Ledger
+from kvpact.cache.jobs import PactLedger
 from kvpact.cache.request import Requests
 from kvpact.cache.tier_set import TierSet
 from kvpact.contract import LoadSettlement, SaveJob, StepLookup, StoreRead, WorkerReport, load_id
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import Pin
 from kvpact.metrics import Metrics
 from kvpact.ranges import BlockRange, RangeSet
 
@@ -39,7 +37,7 @@ class StepLookups:
     """All lookups under way on `ranks` ranks."""
 
     requests: Requests
-    ledger: Ledger[Pin, PlanSlots]
+    ledger: PactLedger
     tiers: TierSet
     metrics: Metrics
     block_size: int
@@ -106,9 +104,7 @@ class StepLookups:
             blocks,
             BlockRange(lookup.computed_tokens, used),
             block_size=size,
-            slots=PlanSlots(
-                (GroupBlocks(job.group_id, blocks.start, lookup.keys[blocks.start :], job.slots[: blocks.count]),)
-            ),
+            slots=(),
             now=now,
             request_finished=job.request_id not in self.requests.live,
         )

@@ -243,9 +243,10 @@ class TierSet:
     def observe(self) -> None:
         """Update the tiers' gauges and totals; tiers of one kind share their series."""
         for name in {client.name for client in self.clients}:
-            self._observe(name, [client for client in self.clients if client.name == name])
+            self._observe(name)
 
-    def _observe(self, name: str, clients: Sequence[TierClient]) -> None:
+    def _observe(self, name: str) -> None:
+        clients = [client for client in self.clients if client.name == name]
         capacities = [client.capacity() for client in clients]
         counts = [client.counts() for client in clients]
         metrics = self.metrics

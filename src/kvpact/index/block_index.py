@@ -7,7 +7,7 @@ bytes in a slot, a clock or a lock; its owner does I/O and serialises calls.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -20,7 +20,6 @@ from kvpact.index.key_table import FEW, Names, RowArray, may_repeat
 from kvpact.index.links import NONE, selection
 from kvpact.index.links import ROOT as ROOT
 from kvpact.index.restoring import Restoring
-from kvpact.index.restoring import StoredBlock as StoredBlock
 from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED
 from kvpact.index.rows import State as State
 
@@ -145,19 +144,6 @@ class BlockIndex(Restoring):
         """Pins not yet released; 0 when the place is not in use."""
         return self._pinned
 
-    def entries(self) -> Iterator[StoredBlock]:
-        """The held blocks of chains in the order in which they would be evicted if nothing were pinned. O(n log n)."""
-        recency: dict[int, int] = {}
-        tails_first = self._subtree(self._root)[:0:-1]
-        for row in tails_first:
-            recency[row] = max(recency.get(row, 0), self._policy.used(row))
-            recency[self._parent[row]] = max(recency.get(self._parent[row], 0), recency[row])
-        for row in sorted(tails_first, key=recency.__getitem__):
-            if self._state[row] == HELD and not self._is_side[row]:
-                parent = self._parent[row]
-                before = ROOT if parent == self._root else self._keys.key(parent)
-                yield StoredBlock(self._keys.key(row), before, row, recency[row])
-
     # Filling
 
     def use_slots(self, usable_slots: int) -> None:
@@ -213,16 +199,21 @@ class BlockIndex(Restoring):
                 f"blocks [{start}, {end}) are not all new; reserve from known_prefix() on, here {known}"
             )
         parent = self.slot(keys[start - 1]) if start else self._root
-        self._hold(parent)
+        reservation = self._take_slots(len(wanted), self._chain_class, parent)
+        if reservation is not None and (slots := reservation.slots):
+            self._reserve_chain(wanted, names, parent, slots, selection(slots))
+        return reservation
+
+    def _take_slots(self, count: int, slot_class: int, needed: int) -> Reservation | None:
+        """So many slots, all or none, of a class; nothing of the chain up to the row `needed` is evicted for them."""
+        self._hold(needed)
         try:
-            evicted = self._make_room(len(wanted), self._chain_class)
+            evicted = self._make_room(count, slot_class)
         finally:
-            self._release(parent)
+            self._release(needed)
         if evicted is None:
             return None
-        slots = self.space.take(len(wanted), self._chain_class)
-        if slots:
-            self._reserve_chain(wanted, names, parent, slots, selection(slots))
+        slots = self.space.take(count, slot_class)
         return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def _are_new(self, keys: Sequence[BlockKey], names: Names | None) -> bool:
@@ -246,16 +237,10 @@ class BlockIndex(Restoring):
             map(self._is_side.__getitem__, rows)
         ):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
-        self._hold(rows[-1])
-        try:
-            evicted = self._make_room(len(keys), slot_class)
-        finally:
-            self._release(rows[-1])
-        if evicted is None:
-            return None
-        slots = self.space.take(len(keys), slot_class)
-        self._reserve_sides(keys, rows, slots)
-        return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
+        reservation = self._take_slots(len(keys), slot_class, rows[-1])
+        if reservation is not None:
+            self._reserve_sides(keys, rows, reservation.slots)
+        return reservation
 
     def complete(self, slots: Sequence[int]) -> list[BlockKey]:
         """The writers of reserved `slots` are done and the bytes are good; return the blocks that became held by it.

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from kvpact.errors import PactViolation
@@ -53,15 +52,13 @@ def zeros(rows: int, kind: str) -> tuple[NDArray[np.int_], memoryview]:
 class KeyTable:
     """The keys of rows. 44 to 52 bytes a row: a key, a link, and a table of two to four entries a row.
 
-    Keys are digests, so a few of their bytes are the hash; the first and the last ones, so that handmade keys differ,
+    Keys are digests, so a few of their bytes are the hash; the first and the last ones, so that a test's keys differ,
     too. Those with one hash form a list that starts in the table and goes on from row to row. A row leaves its list at
     once, so that nothing is left behind to be cleared up, however often rows change their keys. Where keys have one
-    hash, a lookup compares all of them.
-
-    A key has 32 bytes. One of another length, as tests make them, is known by its digest, and kept beside the table.
+    hash, a lookup compares all of them. Every key has 32 bytes.
     """
 
-    __slots__ = ("_bytes", "_count", "_halves", "_handmade", "_heads", "_heads_each", "_next", "_next_each", "_records",
+    __slots__ = ("_bytes", "_count", "_halves", "_heads", "_heads_each", "_next", "_next_each", "_records",
                  "_shift", "_words")  # fmt: skip
 
     def __init__(self, num_rows: int) -> None:
@@ -76,7 +73,6 @@ class KeyTable:
         self._shift = 32 - bits
         self._heads_each, self._heads = zeros(1 << bits, "i4")  # row + 1; 0 for none
         self._next_each, self._next = zeros(num_rows, "i4")
-        self._handmade: dict[int, BlockKey] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -87,33 +83,26 @@ class KeyTable:
 
     def find(self, key: BlockKey) -> int:
         """The row of a key; NONE if it is unknown."""
-        name = key if len(key) == KEY_BYTES else _name(key)
-        first, last = _ENDS(name)
+        first, last = _ENDS(key)
         row: int = self._heads[((first ^ last) * _SPREAD & _WHOLE) >> self._shift] - 1
         stored, following = self._bytes, self._next
         while row >= 0:
             at = row * KEY_BYTES
-            if stored[at : at + KEY_BYTES] == name:
+            if stored[at : at + KEY_BYTES] == key:
                 return row
             row = following[row] - 1
         return NONE
 
     def key(self, row: int) -> BlockKey:
         """The key of a row that has one."""
-        if self._handmade and (key := self._handmade.get(row)) is not None:
-            return key
         at = row * KEY_BYTES
         return self._bytes[at : at + KEY_BYTES]
 
     def add(self, key: BlockKey, row: int) -> None:
         """Give an unknown key to a row without one."""
-        name = key
-        if len(key) != KEY_BYTES:
-            name = _name(key)
-            self._handmade[row] = key
         at = row * KEY_BYTES
-        self._bytes[at : at + KEY_BYTES] = name
-        first, last = _ENDS(name)
+        self._bytes[at : at + KEY_BYTES] = key
+        first, last = _ENDS(key)
         bucket = ((first ^ last) * _SPREAD & _WHOLE) >> self._shift
         self._next[row] = self._heads[bucket]
         self._heads[bucket] = row + 1
@@ -123,8 +112,6 @@ class KeyTable:
         """Take a row's key away."""
         self._unlist(row, self._bucket(row))
         self._count -= 1
-        if self._handmade:
-            self._handmade.pop(row, None)
 
     def _unlist(self, row: int, bucket: int) -> None:
         heads, following = self._heads, self._next
@@ -143,15 +130,25 @@ class KeyTable:
     # Many keys
 
     def names(self, keys: Sequence[BlockKey]) -> Names:
-        """The keys as numbers, for the other methods. Keys of other lengths than 32 bytes cost a digest each."""
-        joined = b"".join(keys)
-        if len(joined) != KEY_BYTES * len(keys) or (keys and len(keys[0]) != KEY_BYTES):
-            joined = b"".join(map(_name, keys))
-        return np.frombuffer(joined, np.uint64).reshape(-1, _WORDS)
+        """The keys as numbers, for the other methods."""
+        return np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _WORDS)
 
     def find_each(self, names: Names) -> RowArray:
         """The row of each key; NONE for the unknown ones."""
-        return self._find(names, self._buckets(names))
+        wanted, words = names[:, 0], self._words[:, 0]
+        rows = self._heads_each[self._buckets(names)].astype(np.int64)
+        rows -= 1
+        (left,) = ((words[rows] != wanted) & (rows >= 0)).nonzero()
+        while len(left) > _ONE_BY_ONE:
+            step = self._next_each[rows[left]].astype(np.int64)
+            step -= 1
+            rows[left] = step
+            left = left[(step >= 0) & (words[step] != wanted[left])]
+        for index in left.tolist():
+            rows[index] = self._find_after(self._next[int(rows[index])] - 1, names[index].tobytes())
+        if (there := self._words.take(rows, 0, mode="wrap").tobytes()) != (sought := names.tobytes()):
+            self._tell_apart(rows, there, sought)
+        return rows
 
     def knows_any(self, names: Names) -> bool:
         """Whether one of the keys is in the table."""
@@ -175,22 +172,6 @@ class KeyTable:
         buckets >>= np.uint32(self._shift)
         return buckets.astype(np.int64)
 
-    def _find(self, names: Names, buckets: RowArray) -> RowArray:
-        wanted, words = names[:, 0], self._words[:, 0]
-        rows = self._heads_each[buckets].astype(np.int64)
-        rows -= 1
-        (left,) = ((words[rows] != wanted) & (rows >= 0)).nonzero()
-        while len(left) > _ONE_BY_ONE:
-            step = self._next_each[rows[left]].astype(np.int64)
-            step -= 1
-            rows[left] = step
-            left = left[(step >= 0) & (words[step] != wanted[left])]
-        for index in left.tolist():
-            rows[index] = self._find_after(self._next[int(rows[index])] - 1, names[index].tobytes())
-        if (there := self._words.take(rows, 0, mode="wrap").tobytes()) != (sought := names.tobytes()):
-            self._tell_apart(rows, there, sought)
-        return rows
-
     def _tell_apart(self, rows: RowArray, there: bytes, sought: bytes) -> None:
         """Go on from rows whose keys have only their first words in common with those that are sought."""
         pairs = (np.frombuffer(each, np.uint64).reshape(-1, _WORDS) for each in (there, sought))
@@ -205,20 +186,10 @@ class KeyTable:
     def keys(self, rows: slice | RowArray) -> list[BlockKey]:
         """The keys of rows that have one."""
         keys: list[BlockKey] = self._records[rows].tolist()
-        if self._handmade:
-            numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-            keys = [self._handmade.get(row, key) for row, key in zip(numbers, keys, strict=True)]
         return keys
 
-    def add_each(self, keys: Sequence[BlockKey], names: Names, rows: slice | RowArray) -> None:
-        """Give unknown keys, no two of them the same, to rows without one."""
-        self.add_names(names, rows)
-        if len(keys[0]) != KEY_BYTES or len(keys[-1]) != KEY_BYTES:
-            numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-            self.note_handmade(zip(numbers, keys, strict=True))
-
     def add_names(self, names: Names, rows: slice | RowArray) -> None:
-        """Give unknown keys of 32 bytes, no two of them the same, to rows without one."""
+        """Give unknown keys, no two of them the same, to rows without one."""
         self._words[rows] = names
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         self._count += len(numbers)
@@ -278,16 +249,9 @@ class KeyTable:
         """The keys of rows as numbers."""
         return self._words[rows]
 
-    def note_handmade(self, keys: Iterable[tuple[int, BlockKey]]) -> None:
-        """Keep the keys of (row, key) that have not 32 bytes; the others are in the table already."""
-        self._handmade.update(each for each in keys if len(each[1]) != KEY_BYTES)
-
     def remove_each(self, rows: Sequence[int]) -> None:
         """Take the keys of rows away, each once."""
         self._count -= len(rows)
-        if self._handmade:
-            for row in rows:
-                self._handmade.pop(row, None)
         if len(rows) < FEW:
             for row in rows:
                 self._unlist(row, self._bucket(row))
@@ -317,10 +281,6 @@ def may_repeat(names: Names) -> bool:
     """Whether two of the keys have the same first word; keys that are the same do."""
     words = np.sort(names[:, 0])
     return bool((words[1:] == words[:-1]).any())
-
-
-def _name(key: BlockKey) -> bytes:
-    return key if len(key) == KEY_BYTES else blake3(key).digest()
 
 
 def _differ(words: Names, wanted: Names) -> NDArray[np.bool_]:

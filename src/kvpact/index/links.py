@@ -85,12 +85,8 @@ class Links:
         return len(self._keys)
 
     def _link(self, key: BlockKey, parent: int, row: int, *, is_side: bool) -> None:
-        """Enter `key` after `parent` into the unused `row`."""
+        """Enter `key` after `parent` into the unused `row`, without children."""
         self._keys.add(key, row)
-        self._hang(parent, row, is_side=is_side)
-
-    def _hang(self, parent: int, row: int, *, is_side: bool) -> None:
-        """Make the unused `row` a child of `parent`, without children."""
         first = self._first_side if is_side else self._first_child
         self._is_side[row] = is_side
         self._parent[row] = parent
@@ -110,7 +106,7 @@ class Links:
                 self._link(key, parent, row, is_side=False)
                 parent = row
             return
-        self._keys.add_each(keys, names, at)
+        self._keys.add_names(names, at)
         self._is_side_each[at] = 0
         for links in (self._first_side_each, self._previous_each, self._next_each):
             links[at] = NONE

@@ -5,17 +5,13 @@ Owns the blocks of which it is not known yet whether their chains reach the root
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpact.errors import PactViolation
-from kvpact.identity.keys import KEY_BYTES, BlockKey
 from kvpact.index.key_table import NONE, Names, RowArray
-from kvpact.index.links import ROOT
 from kvpact.index.losses import Losses
 from kvpact.index.rows import FREE, HELD
 
@@ -23,16 +19,6 @@ _UNKNOWN, _REACHED = -2, -1
 
 _PART: Final = 1 << 16
 """Rows that are worked on at once where all rows are, so that what is computed of them stays small."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """One block as a table on disk describes it. `last_used` is any number that grows with time."""
-
-    key: BlockKey
-    parent: BlockKey
-    slot: int
-    last_used: float = 0
 
 
 class Restoring(Losses):
@@ -50,44 +36,11 @@ class Restoring(Losses):
 
     def _reset(self) -> None:
         super()._reset()
-        self._waiting: list[tuple[RowArray, Names]] | None = None
+        self._waiting: list[tuple[RowArray, Names]] = []
         """(slots, keys of the blocks before them) of blocks that are not held."""
         self._rejected: list[RowArray] = []
         self._settled_at = 0
         """Blocks that were held or waited when those that wait were looked at last."""
-
-    def restore(self, blocks: Iterable[StoredBlock]) -> list[StoredBlock]:
-        """Fill an empty index from stored blocks; return what could not be used, for the owner to clear.
-
-        Not used: blocks whose chain does not reach the root, slots out of range, and of two blocks with one key or one
-        slot the less recently used. For many blocks there are the methods below.
-
-        Raises PactViolation if the index is not empty.
-        """
-        rejected: list[StoredBlock] = []
-        by_slot: dict[int, StoredBlock] = {}
-        seen = {ROOT}
-        for block in sorted(blocks, key=lambda block: block.last_used, reverse=True):
-            if block.key in seen or block.slot in by_slot or not 0 <= block.slot < self.usable_slots:
-                rejected.append(block)
-            else:
-                by_slot[block.slot] = block
-                seen.add(block.key)
-        slots = sorted(by_slot)
-        table = [by_slot[slot] for slot in slots]
-        self.begin_restore()
-        if table:
-            ranks = {slot: rank for rank, slot in enumerate(reversed(by_slot))}
-            self.restore_some(
-                np.array(slots, np.int64),
-                self._keys.names([block.key for block in table]),
-                self._keys.names([block.parent or bytes(KEY_BYTES) for block in table]),
-                np.array([ranks[slot] for slot in slots], np.float64),
-            )
-        rejected += [by_slot[slot] for slot in self.settle_restore().tolist()]
-        self.end_restore(self.order_of_use())
-        self._keys.note_handmade((slot, by_slot[slot].key) for slot in slots if self._state[slot] == HELD)
-        return rejected
 
     def begin_restore(self) -> None:
         """Begin to fill an empty index. Raises PactViolation if it is not empty."""
@@ -96,7 +49,6 @@ class Restoring(Losses):
         self._reset()
         self.space.restore({0: np.arange(self.usable_slots)})
         self._policy.begin_restore()
-        self._waiting = []
 
     def restore_some(self, slots: RowArray, keys: Names, parents: Names, last_used: NDArray[np.float64]) -> None:
         """Enter blocks of the table.
@@ -107,12 +59,12 @@ class Restoring(Losses):
         slots, keys, parents, last_used = self._without_doubles(slots, keys, parents, last_used)
         self._policy.used_each[slots] = (np.fmax(last_used, 0.0) + 0.0).view(np.int64)  # their order is the numbers'
         self._keys.add_hidden(keys, slots)
-        known = self._held + sum(len(waiting) for waiting, _ in self._waiting or ()) + len(slots)
+        known = self._held + sum(len(waiting) for waiting, _ in self._waiting) + len(slots)
         if known >= 2 * self._settled_at:
             self._settled_at = known
-            self._settle([(slots, parents), *(self._waiting or ())])
+            self._settle([(slots, parents), *self._waiting])
         else:
-            self._waiting = [*(self._waiting or ()), *self._reach(slots, parents)]
+            self._waiting = [*self._waiting, *self._reach(slots, parents)]
 
     def settle_restore(self) -> RowArray:
         """The table was read in full. Returns the slots of blocks that cannot be used.
@@ -120,8 +72,8 @@ class Restoring(Losses):
         Those are blocks whose chains do not reach the root, and of two blocks with one key the less recently used one,
         or the one in the higher slot.
         """
-        self._settle(self._waiting or [])
-        lost = [slots for slots, _ in self._waiting or ()]
+        self._settle(self._waiting)
+        lost = [slots for slots, _ in self._waiting]
         self._waiting = []
         for slots in lost:
             self._keys.show(slots)
@@ -141,7 +93,6 @@ class Restoring(Losses):
 
     def end_restore(self, order: RowArray) -> None:
         """Hand out the free slots; `order` is what `order_of_use` has returned."""
-        self._waiting = None
         states = self._state_each
         rows = order[states[order] == HELD]
         self._policy.restore(rows, rows[self._first_child_each[rows] == NONE])
@@ -186,9 +137,9 @@ class Restoring(Losses):
             self._held -= len(rows)
             self._evictable[self._chain_class] -= len(rows)
             self._keys.hide(rows)
-            self._waiting = [*(self._waiting or ()), (rows[1:], before[1:])]
+            self._waiting = [*self._waiting, (rows[1:], before[1:])]
         else:
-            self._waiting = [(some[some != row], names[some != row]) for some, names in self._waiting or ()]
+            self._waiting = [(some[some != row], names[some != row]) for some, names in self._waiting]
         one = np.array([row])
         self._keys.show(one)
         self._keys.remove_each([row])

@@ -15,8 +15,8 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.eviction import LeastRecentlyUsed
 from kvpact.index.key_table import FEW, Names, RowArray, zeros
-from kvpact.index.links import NONE, Links
-from kvpact.index.slot_space import PlainSlots, PlainSlotsAndNames, SlotSpace
+from kvpact.index.links import NONE, Links, selection
+from kvpact.index.slot_space import PlainSlots, SlotSpace
 
 
 class State(IntEnum):
@@ -107,8 +107,13 @@ class Rows(Links):
     @property
     def waiting_slots(self) -> int:
         """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
-        states = self._state[: self.usable_slots] if type(self.space) is PlainSlots else self._state
+        states = self._state[: self.usable_slots] if self._is_plain else self._state
         return states.count(CANCELLED) + states.count(DOOMED)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether every row is a slot, so that one that is withdrawn is nobody's."""
+        return isinstance(self.space, PlainSlots) and len(self.space.free) == 1
 
     def _reset(self) -> None:
         rows = self.num_slots + 1
@@ -199,7 +204,7 @@ class Rows(Links):
             self._state[row] = RESERVED
             self._holds[row] = 1
             self._hold(parent)
-        self._policy.touch_each(rows)
+        self._policy.touch_each(selection(rows))
 
     def _reserve_chain(
         self, keys: Sequence[BlockKey], names: Names | None, parent: int, rows: Sequence[int], at: slice | RowArray
@@ -288,8 +293,7 @@ class Rows(Links):
         known = {row for row in range(self.num_slots) if state[row] in (State.RESERVED, State.SAVED, State.HELD)}
         self.space.check()
         free = {row for rows in self.space.free for row in rows}
-        plain = isinstance(self.space, PlainSlots)
-        plain = plain and not isinstance(self.space, PlainSlotsAndNames)
+        plain = self._is_plain
         usable = set(range(self.usable_slots if plain else self.num_slots))
         dropped = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
         waiting = dropped & usable

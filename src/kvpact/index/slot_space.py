@@ -88,41 +88,51 @@ class SlotSpace(Protocol):
 
 
 class PlainSlots:
-    """One class of slots: a row is the slot's number, an extent is one slot, and nothing ever moves."""
+    """One class of slots: a row is the slot's number, an extent is one slot, and nothing ever moves.
 
-    __slots__ = ("_stack", "free", "num_rows", "usable")
+    With `names` a second class of so many rows that take no memory, after all slots: names of a chain.
+    """
 
-    def __init__(self, num_slots: int, usable: int | None = None) -> None:
+    __slots__ = ("_names", "_num_slots", "_stack", "free", "num_rows", "usable")
+
+    def __init__(self, num_slots: int, usable: int | None = None, names: int = 0) -> None:
         """Only the first `usable` slots are handed out, until `use` says otherwise; None: all."""
-        self.num_rows = num_slots
+        self._num_slots, self.num_rows = num_slots, num_slots + names
         self.usable = num_slots if usable is None else usable
         self._stack = _without(range(self.usable), ())  # the first reservations get neighbouring slots
-        self.free: tuple[array[int], ...] = (self._stack,)
+        self._names = _without(range(num_slots, self.num_rows), ())
+        self.free: tuple[array[int], ...] = (self._stack, self._names) if names else (self._stack,)
 
     def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
         """See `SlotSpace`."""
-        return popped(self._stack, count)
+        return popped(self.free[slot_class], count)
 
     def give_back(self, row: int) -> None:
         """See `SlotSpace`. A withdrawn row is nobody's."""
         if row < self.usable:
             self._stack.append(row)
+        elif row >= self._num_slots:
+            self._names.append(row)
 
     def give_back_each(self, rows: Sequence[int]) -> None:
         """See `SlotSpace`."""
-        self._stack.extend(rows if max(rows) < self.usable else [row for row in rows if row < self.usable])
+        if max(rows) < self.usable:
+            self._stack.extend(rows)
+        else:
+            for row in rows:
+                self.give_back(row)
 
     def class_of(self, row: int) -> int:
         """See `SlotSpace`."""
-        return 0
+        return int(row >= self._num_slots)
 
     def number(self, row: int) -> int:
-        """See `SlotSpace`."""
-        return row
+        """See `SlotSpace`. Of a name: -1."""
+        return row if row < self._num_slots else -1
 
     def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
         """See `SlotSpace`. The new ones are handed out after all others."""
-        new = range(self.usable, min(usable, self.num_rows))
+        new = range(self.usable, min(usable, self._num_slots))
         self._stack[:0] = array("i", (row for row in reversed(new) if not in_use(row)))
         self.usable += len(new)
 
@@ -140,62 +150,12 @@ class PlainSlots:
     def restore(self, used: Mapping[int, Sequence[int] | RowArray]) -> None:
         """See `SlotSpace`."""
         self._stack[:] = _without(range(self.usable), used.get(0, ()))
-
-    def check(self) -> None:
-        """See `SlotSpace`."""
-        require(len(set(self._stack)) == len(self._stack), "a row is free twice")
-        require(all(0 <= row < self.usable for row in self._stack), "a row is free that is not usable")
-
-
-class PlainSlotsAndNames(PlainSlots):
-    """One class of slots, and another of rows that take no memory, as many as were given: names of a chain."""
-
-    __slots__ = ("_names", "_num_slots")
-
-    def __init__(self, num_slots: int, usable: int | None, names: int) -> None:
-        """See `PlainSlots`; the names are class 1."""
-        super().__init__(num_slots, usable)
-        self._num_slots, self.num_rows = num_slots, num_slots + names
-        self._names = _without(range(num_slots, self.num_rows), ())
-        self.free = (self._stack, self._names)
-
-    def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
-        """See `SlotSpace`."""
-        return popped(self.free[slot_class], count)
-
-    def give_back(self, row: int) -> None:
-        """See `SlotSpace`."""
-        if row < self._num_slots:
-            super().give_back(row)
-        else:
-            self._names.append(row)
-
-    def give_back_each(self, rows: Sequence[int]) -> None:
-        """See `SlotSpace`."""
-        for row in rows:
-            self.give_back(row)
-
-    def class_of(self, row: int) -> int:
-        """See `SlotSpace`."""
-        return int(row >= self._num_slots)
-
-    def number(self, row: int) -> int:
-        """See `SlotSpace`. Of a name: -1."""
-        return row if row < self._num_slots else -1
-
-    def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
-        """See `SlotSpace`."""
-        super().use(min(usable, self._num_slots), in_use)
-
-    def restore(self, used: Mapping[int, Sequence[int] | RowArray]) -> None:
-        """See `SlotSpace`."""
-        super().restore(used)
         self._names[:] = _without(range(self._num_slots, self.num_rows), used.get(1, ()))
 
     def check(self) -> None:
         """See `SlotSpace`."""
-        super().check()
-        require(len(set(self._names)) == len(self._names), "a name is free twice")
+        require(all(len(set(free)) == len(free) for free in self.free), "a row is free twice")
+        require(all(0 <= row < self.usable for row in self._stack), "a row is free that is not usable")
 
 
 def popped(stack: list[int] | array[int], count: int) -> Sequence[int]:

@@ -275,15 +275,3 @@ def form_of(connector: Any, no_blocks: object) -> MatchForm | None:
         )
     form = TupleForm(connector, no_blocks)
     return form if form.speaks_the_pact else None
-
-
-__all__ = [
-    "Call",
-    "ConfirmsExternalMatch",
-    "MatchForm",
-    "PactForm",
-    "PostponesExternalMatch",
-    "SupportsExternalMatch",
-    "TupleForm",
-    "form_of",
-]

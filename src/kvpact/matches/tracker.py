@@ -250,6 +250,3 @@ class MatchTracker:
         if hook.__name__ not in self._failed:
             self._failed.add(hook.__name__)
             logger.error("kvpact: %s of %s failed (logged once)", hook.__name__, self._form.name, exc_info=error)
-
-
-__all__ = ["MatchTracker", "OpenMatch", "Shortfall"]

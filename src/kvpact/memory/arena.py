@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.index.classed_slots import ClassedSlots
-from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots, PlainSlotsAndNames, SlotSpace
+from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots, SlotSpace
 from kvpact.memory import numa
 from kvpact.memory.extents import Extents
 from kvpact.memory.layout import PAGE_BYTES
@@ -395,10 +395,10 @@ class Arena:
     def slot_space(self, rows_without_payload: int) -> SlotSpace:
         """The rows of this memory for an index, all free and the usable ones handed out, and `rows_without_payload`
         more, of a class of their own after all others."""
-        slots, names = (self.num_slots, self.usable_slots), (0,) if rows_without_payload else ()
-        if self.segments[0].unit != "slot":
-            return ClassedSlots(self.places + names, *slots, rows_without_payload)
-        return PlainSlotsAndNames(*slots, rows_without_payload) if names else PlainSlots(*slots)
+        rows = self.num_slots, self.usable_slots, rows_without_payload
+        if self.segments[0].unit == "slot":
+            return PlainSlots(*rows)
+        return ClassedSlots(self.places + ((0,) if rows_without_payload else ()), *rows)
 
     def slot_views(self, slot: int) -> list[memoryview]:
         """One writable, page-aligned view per rank; their concatenation is the slot's payload."""

@@ -93,7 +93,7 @@ class SchedulerSide:
         self._end_cache()
         self.mounted = self._mount(hellos)
         require_groups(self.mounted.cache, self._groups)
-        self._stats = StatsCollector(self.mounted.opened.observe)
+        self._stats = StatsCollector(self.mounted.observe)
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
 

@@ -163,7 +163,7 @@ def pact_cache(
     def held() -> Mapping[str, int]:
         return {
             "plans": len(cache.ledger.open_plans()),
-            "leases": cache.ledger.leases_held,
+            "leases": cache.ledger.totals.leases_held,
             "pins": cache.index.pinned_count,
             "slots of dropped blocks": cache.index.waiting_slots,
         }

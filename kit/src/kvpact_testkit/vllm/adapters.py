@@ -104,7 +104,7 @@ class PactAdapter(ConnectorAdapter):
         if isinstance(cache, PactCache):
             counts |= {
                 "open plans": len(cache.ledger.open_plans()),
-                "leases": cache.ledger.leases_held,
+                "leases": cache.ledger.totals.leases_held,
                 "pinned blocks": cache.index.pinned_count,
                 **cache.under_way,
             }
