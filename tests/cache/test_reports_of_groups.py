@@ -57,6 +57,11 @@ class Model:
         return set(range(min(failed), max(failed) + 1)) if failed else set()
 
 
+def ids_of(task: LoadState | SaveState) -> list[int]:
+    """The jobs of a load or a save."""
+    return [part.job.job_id for part in task.parts]
+
+
 def some(chance: Random, blocks: BlockRange) -> RangeSet:
     """Some of the blocks, with holes."""
     return RangeSet.of(*(BlockRange(block, 1) for block in blocks if chance.random() < 0.6))
@@ -111,12 +116,12 @@ def play(seed: int) -> tuple[int, int]:
             for job_id, outcome in outcomes.items():
                 models[job_id].hear(rank, outcome)
         for task in [each for kind in jobs.apply_report(WorkerReport(said)) for each in cast("list[Any]", kind)]:
-            assert all(models[job_id].is_complete for job_id in task.job_ids), "a rank that said nothing has agreed"
-            ended.update(task.job_ids)
+            assert all(models[job_id].is_complete for job_id in ids_of(task)), "a rank that said nothing has agreed"
+            ended.update(ids_of(task))
             jobs.end(task)
         waits = {task.job.job_id for task in tasks} - ended
-        assert all(
-            not all(models[job_id].is_complete for job_id in task.job_ids) for task in tasks if task.job.job_id in waits
+        assert not any(
+            all(models[job_id].is_complete for job_id in ids_of(task)) for task in tasks if task.job.job_id in waits
         )
         if not waits:
             break
