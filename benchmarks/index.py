@@ -79,7 +79,7 @@ def save(index: BlockIndex, keys: Sequence[BlockKey]) -> None:
 
 def save_window(index: BlockIndex, keys: Sequence[BlockKey]) -> None:
     """Reserve and complete side blocks on the last blocks of a chain, evicting as needed."""
-    names = [b"window" + key for key in keys[-WINDOW_BLOCKS:]]
+    names = [key[::-1] for key in keys[-WINDOW_BLOCKS:]]
     index.reservable(keys[-1], WINDOW_BLOCKS, 1)
     reservation = index.reserve_sides(names, keys[-WINDOW_BLOCKS:], 1)
     if reservation is None:

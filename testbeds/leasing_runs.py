@@ -74,7 +74,7 @@ def run_on_vllm(kind: str, num_blocks: int, *, scheduler: str = "", **others: An
     for number, name in enumerate(names):
         engine.add(name, prompt_of(number), max_tokens=OUTPUT_TOKENS)
     exits = getattr(engine.scheduler, "exits", None)
-    ends: Counter[ExternalMatchExit] = exits.trackers[0].ends if exits is not None else Counter()
+    ends: Counter[ExternalMatchExit] = exits.trackers[0].ends if exits is not None and exits.trackers else Counter()
     ends.clear()
     try:
         return _run(account, engine.step, lambda: all(map(engine.ended, names)), ends)
