@@ -1,9 +1,9 @@
 """CPU time of a connector's hooks in a step in which running requests get one more token each, and others wait.
 
 vLLM's own scheduler drives kvpact's scheduler half and, in the same run and in turn, those of two connectors of vLLM.
-`hooks_us` is that of all hooks in one step, from `schedule()` to the taking in of its outcome, `hooks_mean_us` their
-mean, with the steps in which a block is filled and saved; `schedule_us` is all of `schedule()`. The prompts end at
-different places of a block of `--block-size` tokens, so that each step fills about as many blocks as any other.
+`hooks_us` is that of all hooks in one step, from `schedule()` to the taking in of its outcome, `schedule_us` all of
+`schedule()`. All prompts are equally long: of `--block-size` steps one fills, and saves, a block of every request, the
+others change nothing. Medians are therefore of the others, and `hooks_mean_us` is of all.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ WARM_UP = 16
 
 def _measure(half: Any, running: int, waiting: int, block_size: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of the hooks and of `schedule()` in each step."""
-    prompts = random_prompts(running, 2 * block_size, running)
+    prompts = random_prompts(running, block_size + 1, running)
     for number, prompt in enumerate(prompts):
-        half.add(f"running {number}", prompt[: block_size + 1 + number % block_size], max_tokens=steps + WARM_UP + 8)
+        half.add(f"running {number}", prompt, max_tokens=steps + WARM_UP + 8)
     half.step()
     for number in range(waiting):
-        half.add(f"waiting {number}", prompts[number % running][: block_size + 1], max_tokens=1)
+        half.add(f"waiting {number}", prompts[number % running], max_tokens=1)
     for _ in range(WARM_UP):
         half.step()
     measured = [half.step() for _ in range(steps)]
