@@ -1,4 +1,4 @@
-"""A step that changes nothing of a request but the number of its tokens: it costs next to nothing, and loses nothing."""
+"""A step that changes nothing of a request but the number of its tokens: next to no cost, and nothing lost."""
 
 from __future__ import annotations
 
