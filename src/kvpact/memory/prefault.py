@@ -1,8 +1,8 @@
 """When the arena's pages are taken from the machine, and how.
 
 Owns the order (some at the start, then a window ahead of the slots in use; while the engine is idle, a window as large
-as what has lately come into use) and the thread that does it. What nobody will use soon is not taken. The schedule takes
-the time as an argument and touches no memory. Does not know the slots' content.
+as what has lately come into use) and the thread that does it. What nobody will use soon is not taken. The schedule
+takes the time as an argument and touches no memory. Does not know the slots' content.
 """
 
 from __future__ import annotations
