@@ -236,9 +236,9 @@ class PactCache(ExternalCache):
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what tiers have done, expires plans, and returns the step's copies."""
         now = self._clock()
-        if not self._is_proven and self._arena.standing is Standing.PROVEN:
+        was_proven, self._is_proven = self._is_proven, self._arena.standing is Standing.PROVEN
+        if self._is_proven and not was_proven:
             self._begin_backlog()
-        self._is_proven = self._arena.standing is Standing.PROVEN
         self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
         self.writeback.offer_backlog()
         self.tiers.end_step()

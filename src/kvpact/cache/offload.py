@@ -262,6 +262,9 @@ class Offloader:
     def order_put_off(self, now: float) -> None:
         """End the step: order saves that earlier steps have put off, the oldest first, as far as the step may."""
         waiting = self.jobs.put_off
+        if not waiting:
+            self._left = self.piece_blocks
+            return
         while waiting and self._left > 0:
             try:
                 self._order_piece(waiting[0], now)

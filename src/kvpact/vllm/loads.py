@@ -99,7 +99,7 @@ class CommittedLoads:
     @property
     def any_distrusted(self) -> bool:
         """Whether `is_distrusted` is true of any request."""
-        return any(load.is_broken for load in self._loads.values())
+        return bool(self._loads) and any(load.is_broken for load in self._loads.values())
 
     def begin_jobs(self, jobs: Iterable[LoadJob]) -> None:
         """Take in the cache's load orders of this step."""

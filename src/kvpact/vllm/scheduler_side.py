@@ -291,7 +291,7 @@ class SchedulerSide:
         if before == self._noted_revision and not self._loads.any_distrusted:
             running = scheduler_output.scheduled_cached_reqs
             others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)
-            names = chain(others, (new.req_id for new in scheduler_output.scheduled_new_reqs))
+            names = [*others, *[new.req_id for new in scheduler_output.scheduled_new_reqs]]
         for request_id in names:
             view = self._requests.get(request_id)
             if view is not None and not self._loads.is_distrusted(request_id):
