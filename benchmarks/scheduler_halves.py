@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from pathlib import Path
 from time import sleep, thread_time
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from kvpact_testkit.vllm.compat import (
@@ -126,7 +127,8 @@ class SchedulerHalf:
         for name, part in HOOKS.items():
             if hasattr(self.connector, name):
                 setattr(self.connector, name, self._measured(getattr(self.connector, name), part))
-        self._depth = 0
+        self._depth = self._calls = 0
+        self._counting = False
 
     def _acting(self) -> Any:
         return acting_as(self.settings, 0, self.worker)
@@ -137,9 +139,11 @@ class SchedulerHalf:
             if self._depth:
                 return hook(*arguments, **named)
             self._depth, began = 1, thread_time()
+            sys.setprofile(self._count if self._counting else None)
             try:
                 return hook(*arguments, **named)
             finally:
+                sys.setprofile(None)
                 seconds = thread_time() - began
                 self._depth = 0
                 self.spent.parts[part] += seconds
@@ -201,6 +205,16 @@ class SchedulerHalf:
         """One step; returns the CPU seconds of the hooks in it, and those of `schedule()`."""
         self._one_step()
         return self.spent.each_step[-1], self.spent.schedule[-1]
+
+    def calls_in_step(self) -> int:
+        """One step; returns how many functions of Python the hooks call in it."""
+        self._counting, self._calls = True, 0
+        self._one_step()
+        self._counting = False
+        return self._calls
+
+    def _count(self, frame: FrameType, event: str, argument: object) -> None:
+        self._calls += event == "call"
 
     def _one_step(self) -> None:
         began = thread_time()

@@ -410,6 +410,17 @@ class ExternalCache(ABC):
     ) -> None:
         """After this step the first `num_computed_tokens` tokens have valid KV in `block_ids()`: copy what is kept."""
 
+    def note_running(
+        self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
+    ) -> Sequence[str]:
+        """Take note of requests of which the step changes nothing that is kept, such as decodes within a block.
+
+        Call it before `note_computed`, of which the requests that it returns must still be told: by default all. The
+        engine has `computed` tokens of each, and the step computes `step_tokens` more of it. Leave out requests whose
+        identity may be another than it was at their last note, and those whose blocks hold something else.
+        """
+        return request_ids
+
     @abstractmethod
     def end_step(self) -> StepWork:
         """The scheduler's step is over: what the workers must do with it. Called once per step, even if empty."""
@@ -569,30 +580,3 @@ class ExternalCacheWorker(ABC):
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens; the last one may be partly filled."""
     return -(-num_tokens // block_size)
-
-
-__all__ = [
-    "DROPPED",
-    "POSTPONED_STEPS",
-    "BlockHolder",
-    "CacheSpec",
-    "EngineRequest",
-    "ExternalCache",
-    "ExternalCacheWorker",
-    "ExternalKVMatch",
-    "ExternalMatchExit",
-    "JobOutcome",
-    "JobQuery",
-    "JobTally",
-    "KVCacheBlockView",
-    "LoadJob",
-    "LoadSettlement",
-    "SaveJob",
-    "SchedulerContext",
-    "StepLookup",
-    "StepWork",
-    "StoreRead",
-    "SupportsStepLookup",
-    "WorkerReport",
-    "num_blocks_for",
-]

@@ -1,4 +1,5 @@
-"""Pages are taken a window ahead of their use, the rest while the engine rests, in huge pages where the kernel can."""
+"""Pages are taken a window ahead of their use, a larger one while the engine rests, in huge pages where the kernel
+can."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.prefault import (
     AHEAD_BYTES,
+    MAX_AHEAD_BYTES,
     PIECE_BYTES,
+    RATE_SECONDS,
     REST_SECONDS,
     RESTING_PAUSE_SECONDS,
     START_SECONDS,
@@ -43,7 +46,6 @@ class Schedules(RuleBasedStateMachine):
         self.rest_seconds = 0.0
         self.stepped = False
         self.cpu_seconds = 0.0
-        self.taken_at_start = 0
 
     @rule(share=st.floats(0, 1))
     def use(self, share: float) -> None:
@@ -65,7 +67,7 @@ class Schedules(RuleBasedStateMachine):
     def take_what_may_be_taken(self, seconds: float, piece_seconds: float) -> None:
         end = self.now + seconds
         for _ in range(1000):
-            if self.schedule.taken == self.schedule.size or self.now >= end:
+            if self.now >= end:
                 break
             if wait := self.schedule.wait(self.now):
                 assert 0 < wait <= REST_SECONDS + 1e-9, "a thread that waits longer sees too late that it may go on"
@@ -74,8 +76,7 @@ class Schedules(RuleBasedStateMachine):
                 continue
             needed = self.schedule.taken < min(self.schedule.size, self.used + AHEAD_BYTES)
             resting = not self.computing and self.now >= self.rested_since + REST_SECONDS
-            starting = not self.stepped
-            assert needed or starting or resting, "pages were taken that nobody needs soon, in the engine's way"
+            assert needed or resting, "pages were taken that nobody needs soon, in the engine's way"
             before = self.schedule.taken
             start, length = self.schedule.take(self.now)
             assert (start, start + length) == (before, self.schedule.taken), "pages were left out or taken twice"
@@ -84,26 +85,27 @@ class Schedules(RuleBasedStateMachine):
             self.cpu_seconds += piece_seconds
             if abs(self.cpu_seconds - START_SECONDS) > 1e-9:
                 assert self.schedule.starting == (not self.stepped and self.cpu_seconds < START_SECONDS)
-            self.taken_at_start += starting
-            self.taken_at_rest += not needed and not starting
+            self.taken_at_rest += not needed
 
     @invariant()
     def no_more_than_the_window_and_what_rest_allows(self) -> None:
         ahead = max(0, self.schedule.taken - self.used)
-        assert ahead <= AHEAD_BYTES + PIECE_BYTES * (1 + self.taken_at_rest + self.taken_at_start)
+        assert ahead <= AHEAD_BYTES + PIECE_BYTES * (1 + self.taken_at_rest)
+        assert ahead <= max(AHEAD_BYTES, min(MAX_AHEAD_BYTES, self.used)) + PIECE_BYTES, "it was never used so fast"
         assert self.taken_at_rest <= 1 + self.rest_seconds / RESTING_PAUSE_SECONDS * 1.01
         self.schedule.check()
 
     def teardown(self) -> None:
-        """Left alone, it takes everything."""
+        """Left alone, it takes a window that is as large as what came into use, and no more."""
         if hasattr(self, "schedule"):
             self.schedule.step_ended(self.now)
             for _ in range(3 * self.schedule.size // PIECE_BYTES + 10):
-                if self.schedule.taken < self.schedule.size:
-                    self.now += self.schedule.wait(self.now)
-                    if not self.schedule.wait(self.now):
-                        self.schedule.take(self.now)
-            assert self.schedule.taken == self.schedule.size
+                self.now += self.schedule.wait(self.now)
+                if not self.schedule.wait(self.now):
+                    self.schedule.take(self.now)
+            assert self.schedule.taken >= min(self.schedule.size, self.used + AHEAD_BYTES)
+            most = min(self.schedule.size, self.used + max(AHEAD_BYTES, min(MAX_AHEAD_BYTES, self.used)))
+            assert self.schedule.taken <= most + PIECE_BYTES
 
 
 TestSchedules = Schedules.TestCase
@@ -135,34 +137,60 @@ def test_each_slot_class_has_a_window_of_its_own() -> None:
         (first + AHEAD_BYTES + PIECE_BYTES, PIECE_BYTES),
     ]
     assert not schedule.use(0)
-    schedule.step_ended(0.0)
-    rest = 0.0
-    while schedule.taken < schedule.size:
-        rest += schedule.wait(rest)
-        pieces.append(schedule.take(rest))
-    assert sum(length for _, length in pieces) + 2 * PIECE_BYTES == second
 
 
-def test_a_new_arena_takes_its_window_follows_its_use_and_leaves_the_rest_to_an_engine_at_rest(
+def taken_at_rest(schedule: PageSchedule, now: float) -> int:
+    """Bytes that are taken in five minutes without a step."""
+    before, end = schedule.taken, now + 300
+    while now < end:
+        if seconds := schedule.wait(now):
+            now += seconds
+        else:
+            schedule.take(now)
+    return schedule.taken - before
+
+
+def test_what_nobody_uses_is_not_taken_and_what_is_used_fast_is_taken_far_ahead() -> None:
+    schedule = PageSchedule((64 << 30,), 0.0)
+    assert taken_at_rest(schedule, 0.0) == AHEAD_BYTES
+    assert taken_at_rest(schedule, 600.0) == 0, "an engine without a request has been idle for ten minutes"
+    schedule.step_began()
+    schedule.use(600 * MIB)
+    schedule.step_ended(1000.0)
+    assert taken_at_rest(schedule, 1000.0) == 2 * 600 * MIB - AHEAD_BYTES, "as much again as came into use"
+    schedule.use(610 * MIB)
+    schedule.step_ended(1000.0 + 2 * RATE_SECONDS)
+    schedule.step_ended(1000.0 + 4 * RATE_SECONDS)
+    assert taken_at_rest(schedule, 2000.0) == 0, "it has been slow since"
+    schedule.use(8 << 30)
+    schedule.step_ended(3000.0)
+    taken_at_rest(schedule, 3000.0)
+    assert schedule.taken == (8 << 30) + MAX_AHEAD_BYTES
+
+
+def test_a_new_arena_takes_its_window_follows_its_use_and_takes_more_of_it_at_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rest_seconds = 2.0
+    rest_seconds, ahead = 2.0, 64 * MIB
+    monkeypatch.setattr("kvpact.memory.prefault.AHEAD_BYTES", ahead)
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", rest_seconds)
     segment = ArenaSegment.create(500, MIB)
     segment.pages.step_began()
     assert not segment.pages.wait_for_first(0.01), "nothing is taken yet"
     segment.pages.start()
     assert segment.pages.wait_for_first(60.0)
-    assert _taken(segment) >= AHEAD_BYTES
+    assert _taken(segment) >= ahead
     time.sleep(rest_seconds + 0.3)
-    assert _taken(segment) == AHEAD_BYTES, "more was taken than the window, while the engine computes"
+    assert _taken(segment) == ahead, "more was taken than the window, while the engine computes"
     segment.use([3, 99])
-    _wait_until(lambda: _taken(segment) >= AHEAD_BYTES + 100 * MIB)
-    assert _taken(segment) < AHEAD_BYTES + 100 * MIB + PIECE_BYTES
+    _wait_until(lambda: _taken(segment) >= ahead + 100 * MIB)
+    assert _taken(segment) < ahead + 100 * MIB + PIECE_BYTES
     segment.pages.step_ended()
     time.sleep(rest_seconds / 2)
-    assert _taken(segment) < AHEAD_BYTES + 100 * MIB + PIECE_BYTES, "the engine has hardly ended its step"
-    _wait_until(lambda: _taken(segment) == 500 * MIB)
+    assert _taken(segment) < ahead + 100 * MIB + PIECE_BYTES, "the engine has hardly ended its step"
+    _wait_until(lambda: _taken(segment) == 200 * MIB)
+    time.sleep(0.5)
+    assert _taken(segment) == 200 * MIB, "as much again as came into use, and no more"
     segment.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kvpact-prefault"]
 

@@ -12,12 +12,13 @@ import torch
 
 from kvpact.config import load_config
 from kvpact.contract import SaveJob, StepWork
-from kvpact.memory.prefault import AHEAD_BYTES, PIECE_BYTES, PageTaker
+from kvpact.memory.prefault import PIECE_BYTES, PageTaker
 from kvpact.worker.worker import CacheWorker, RankInfo
 
 MIB = 1 << 20
 BLOCKS = 8
 MEMORY_MIB = 400
+AHEAD_BYTES = 32 * MIB
 REST_SECONDS = 2.0
 
 
@@ -25,6 +26,7 @@ REST_SECONDS = 2.0
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorker]:
     """One rank with blocks of 1 MiB, in its first step; nothing was taken before it."""
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", REST_SECONDS)
+    monkeypatch.setattr("kvpact.memory.prefault.AHEAD_BYTES", AHEAD_BYTES)
     start = PageTaker.start
     monkeypatch.setattr(PageTaker, "start", lambda pages: (pages.step_began(), start(pages)))
     made = CacheWorker(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), RankInfo(0, 1, BLOCKS), {})
@@ -43,7 +45,9 @@ def test_a_save_has_the_pages_after_its_slots_taken_and_a_step_holds_back_all_ot
     time.sleep(0.3)
     assert _taken(worker) < AHEAD_BYTES + 52 * MIB + PIECE_BYTES
     worker.poll()
-    _wait_for(worker, MEMORY_MIB * MIB)
+    _wait_for(worker, 2 * 52 * MIB)
+    time.sleep(0.3)
+    assert _taken(worker) < 2 * 52 * MIB + PIECE_BYTES, "what nobody will use soon is not taken"
 
 
 def _taken(worker: CacheWorker) -> int:

@@ -207,10 +207,21 @@ class PactCache(ExternalCache):
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, while there is room."""
         self._loads.note_resumed(request.request_id)
-        self._load_budget.note_computed(request.request_id)
+        self._load_budget.note_running((request.request_id,))
         record = self._requests.of(request)
         self._computing += max(0, num_computed_tokens - record.computed)
         self.saves.note(request, record, num_computed_tokens, block_ids)
+        if not self.ledger.has_plan(request.request_id):
+            record.quiet_until = self.saves.quiet_until(record)
+
+    def note_running(
+        self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
+    ) -> Sequence[str]:
+        """See `ExternalCache`: a request within a block, as it was at its last note, costs nothing else."""
+        self._load_budget.note_running(request_ids)
+        others, tokens = self._requests.note_running(request_ids, computed, step_tokens)
+        self._computing += tokens
+        return others
 
     def look_up_at_step(self, request: EngineRequest, computed_tokens: int, max_tokens: int) -> None:
         """See `SupportsStepLookup`: looks in the shared tiers, but not for blocks that another request is saving."""
@@ -225,9 +236,9 @@ class PactCache(ExternalCache):
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what tiers have done, expires plans, and returns the step's copies."""
         now = self._clock()
-        if not self._is_proven and self._arena.standing is Standing.PROVEN:
+        was_proven, self._is_proven = self._is_proven, self._arena.standing is Standing.PROVEN
+        if self._is_proven and not was_proven:
             self._begin_backlog()
-        self._is_proven = self._arena.standing is Standing.PROVEN
         self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
         self.writeback.offer_backlog()
         self.tiers.end_step()

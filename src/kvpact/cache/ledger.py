@@ -215,6 +215,10 @@ class Ledger(Generic[Lease, Slots]):
         """The request's settled plan that still awaits `use`, if there is one."""
         return self._awaiting_use.get(request_id)
 
+    def has_plan(self, request_id: str) -> bool:
+        """Whether the request has an open plan, or a settled one that awaits `use`."""
+        return request_id in self._open or request_id in self._awaiting_use
+
     def open_plans(self) -> list[Plan[Lease, Slots]]:
         """All open plans, oldest first."""
         return list(self._open.values())

@@ -8,6 +8,7 @@ bytes, and a request that is never admitted keeps no bytes from others in a step
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from kvpact.errors import PactViolation
@@ -60,9 +61,9 @@ class LoadBudget:
         """
         self._left -= blocks
 
-    def note_computed(self, request_id: str) -> None:
-        """The running step computes tokens of the request."""
-        self._computed.add(request_id)
+    def note_running(self, request_ids: Iterable[str]) -> None:
+        """The running step computes tokens of these requests."""
+        self._computed.update(request_ids)
 
     def request_finished(self, request_id: str) -> None:
         """No later step computes it."""

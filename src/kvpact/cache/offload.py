@@ -67,9 +67,14 @@ class Offloader:
         else:
             logger.warning("kvpact: this engine does not show its free queue; blocks are saved as they are computed")
 
+    @property
+    def saves_any(self) -> bool:
+        """Whether anything is saved that requests compute."""
+        return self.config.save != "off" and self.groups.shows_all
+
     def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
         """The engine probes for a request of which it has `computed_tokens`; their blocks are unknown."""
-        state.computed, state.sound, state.loaded_rows = computed_tokens, 0, 0
+        state.computed, state.sound, state.loaded_rows, state.quiet_until = computed_tokens, 0, 0, 0
         if self.lazy is not None and state.offloaded_blocks:  # preempted: the request gets other blocks
             state.offloaded_blocks = 0
             self.lazy.rewind(request_id)
@@ -82,7 +87,7 @@ class Offloader:
         """After this step the first `computed_tokens` tokens are computed: save full blocks that are not stored."""
         before, lazy, groups = state.computed, self.lazy, self.groups
         state.advance(computed_tokens)
-        if self.config.save == "off" or not groups.shows_all:
+        if not self.saves_any:
             return
         size, tables = groups.groups.block_size, None
         begun, filled = before // size, computed_tokens // size
@@ -104,6 +109,14 @@ class Offloader:
             lazy.invalidate_blocks(groups.filled(tables, max(before, full * size), computed_tokens))
         if full > state.offloaded_blocks:
             self._note_full(request, state, full, lambda: tables or groups.tables(request.request_id, block_ids))
+
+    def quiet_until(self, state: RequestState) -> int:
+        """The number of tokens with which a request next fills a block, if until then nothing is to be done for it."""
+        if self.lazy is not None or state.computed < state.max_computed:
+            return 0
+        if self.saves_any and (state.keys is None or state.offloaded_blocks < state.computed // self.groups.block_size):
+            return 0
+        return state.computed - state.computed % self.groups.smallest_block + self.groups.smallest_block
 
     def _note_full(
         self, request: EngineRequest, state: RequestState, full: int, tables_of: Callable[[], Tables]
@@ -249,6 +262,9 @@ class Offloader:
     def order_put_off(self, now: float) -> None:
         """End the step: order saves that earlier steps have put off, the oldest first, as far as the step may."""
         waiting = self.jobs.put_off
+        if not waiting:
+            self._left = self.piece_blocks
+            return
         while waiting and self._left > 0:
             try:
                 self._order_piece(waiting[0], now)

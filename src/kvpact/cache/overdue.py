@@ -54,7 +54,7 @@ class OverdueLoads:
 
     def _give_up(self, now: float) -> None:
         """Hold the blocks of loads whose deadline has passed, and tell the workers with this step."""
-        if self._context is None:
+        if self._context is None or not self.jobs.loads:
             return
         for load in self.jobs.give_up(now):
             self._hold(load)

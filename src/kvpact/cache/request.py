@@ -5,7 +5,7 @@ Owns nothing else: the ledger owns a request's plan, `jobs.py` its copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,6 +88,8 @@ class RequestState:
     """The request's only question to the shared tiers."""
     computed: int = 0
     """Tokens that the engine has or is loading; it computes those after them."""
+    quiet_until: int = 0
+    """While it has fewer tokens than these, another one changes nothing but their number; 0 if that is not so."""
     max_computed: int = 0
     """The most tokens of the request that the engine has had."""
     loads_without_progress: int = 0
@@ -104,7 +106,7 @@ class RequestState:
 
     def advance(self, computed_tokens: int) -> None:
         """After this step the engine has `computed_tokens` of the request."""
-        self.computed = computed_tokens
+        self.computed, self.quiet_until = computed_tokens, 0
         if computed_tokens > self.max_computed:
             self.max_computed, self.loads_without_progress = computed_tokens, 0
 
@@ -124,7 +126,7 @@ class RequestState:
 
     def commit(self, num_tokens: int) -> None:
         """The engine takes `num_tokens` more from the cache."""
-        self.waits_until, self.tail_tag = None, self.tag
+        self.waits_until, self.tail_tag, self.quiet_until = None, self.tag, 0
         self.computed += num_tokens
         self.loads_without_progress += 1
 
@@ -136,6 +138,7 @@ class RequestState:
 
     def go_back(self, first: int, block_size: int) -> None:
         """The engine computes the request's blocks from `first` on again; until then they hold nothing to save."""
+        self.quiet_until = 0
         self.sound = min(self.sound, first)
         self.offloaded_blocks = min(self.offloaded_blocks, first)
         self.loaded_rows = min(self.loaded_rows, first)
@@ -168,6 +171,29 @@ class Requests:
             self._identify(request.request_id, state, identity)
         return state
 
+    def note_running(
+        self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
+    ) -> tuple[list[str], int]:
+        """Take note of the requests of which the step changes nothing but the number of their tokens.
+
+        Returns the others, and how many tokens the step computes of those.
+        """
+        live, generation, others, tokens = self.live, self.epochs.generation, [], 0
+        for request_id, before in zip(request_ids, computed, strict=True):
+            state, new = live.get(request_id), step_tokens[request_id]
+            after = before + new
+            if (
+                state is not None
+                and after < state.quiet_until
+                and before == state.computed
+                and state.generation == generation
+            ):
+                state.computed = state.max_computed = after
+                tokens += new
+            else:
+                others.append(request_id)
+        return others, tokens
+
     def _identify(self, request_id: str, state: RequestState, identity: RequestIdentity | None) -> None:
         """The request is new or has grown, or a new epoch began: its blocks have other keys from some block on."""
         epochs, before, kept = self.epochs, state.identity, 0
@@ -193,5 +219,6 @@ class Requests:
         """
         state = self.live.get(request_id)
         if state is not None:
+            state.quiet_until = 0
             state.invalid_from = min(first, state.invalid_from if state.invalid_from is not None else first)
             state.offloaded_blocks = min(state.offloaded_blocks, first)

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from struct import Struct
 from typing import TYPE_CHECKING, TypeAlias
@@ -66,6 +67,25 @@ def _framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
+@lru_cache(maxsize=1024)
+def _root_of(
+    namespace: bytes, epoch: bytes, group: bytes, block_size: int, ahead: int, adapter: str, salt: str
+) -> bytes:
+    """What the keys of all requests with this adapter and this salt begin with; few engines have many of them."""
+    root = _framed(
+        b"kvpact-key",
+        KEY_FORMAT.to_bytes(2, "little"),
+        namespace,
+        epoch,
+        group,
+        block_size.to_bytes(8, "little"),
+        ahead.to_bytes(8, "little"),
+        adapter.encode(),
+        salt.encode(),
+    )
+    return sha256(root).digest()
+
+
 class BlockKeys:
     """The block keys of one request, computed once and extended as the request grows; never recomputed per step.
 
@@ -101,23 +121,11 @@ class BlockKeys:
         self.ended = False
         """Whether a block without a key was found: no further keys are made, whatever the request brings later."""
         self._identity = identity
+        of_engine = namespace, epoch.value, group, block_size, ahead
         try:
-            adapter, salt = identity.adapter.encode(), identity.salt.encode()
+            self._root = _root_of(*of_engine, identity.adapter, identity.salt)
         except UnicodeEncodeError:
-            adapter = salt = b""
-            self.ended = True
-        root = _framed(
-            b"kvpact-key",
-            KEY_FORMAT.to_bytes(2, "little"),
-            namespace,
-            epoch.value,
-            group,
-            block_size.to_bytes(8, "little"),
-            ahead.to_bytes(8, "little"),
-            adapter,
-            salt,
-        )
-        self._root = sha256(root).digest()
+            self._root, self.ended = _root_of(*of_engine, "", ""), True
         self._hashed: _Hash | None = sha256(self._root + _NO_EXTRAS)
         """Over all that the last key covers; None after keys were dropped."""
 

@@ -1,7 +1,8 @@
 """When the arena's pages are taken from the machine, and how.
 
-Owns the order (some at the start, then a window ahead of the slots in use, the rest while the engine is idle) and the
-thread that does it. The schedule takes the time as an argument and touches no memory. Does not know the slots' content.
+Owns the order (some at the start, then a window ahead of the slots in use; while the engine is idle, a window as large
+as what has lately come into use) and the thread that does it. What nobody will use soon is not taken. The schedule
+takes the time as an argument and touches no memory. Does not know the slots' content.
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ PIECE_BYTES: Final = 8 << 20
 waits for at most one piece."""
 
 START_SECONDS: Final = 1.0
-"""CPU time for taking pages at normal priority, before the first step: 8 GiB in huge pages, 1 GiB in small ones, half a
-GiB if the host must find the memory first. It delays the start by at most this; afterwards the thread continues at low
-priority until the first step."""
+"""CPU time for taking the first pages at normal priority, before the first step: 8 GiB in huge pages, 1 GiB in small
+ones, half a GiB if the host must find the memory first. It delays the start by at most this; afterwards the thread
+continues at low priority."""
 
 AHEAD_BYTES: Final = 256 << 20
 """Bytes of a slot class taken ahead of the slots in use: two prompts of 4,096 tokens at 32 KiB per token."""
+
+MAX_AHEAD_BYTES: Final = 2 << 30
+"""The most bytes of a slot class taken ahead of the slots in use, while the engine is idle."""
+
+RATE_SECONDS: Final = 60.0
+"""As many bytes are taken ahead, then, as came into use in the last so many seconds in which the engine ran."""
 
 REST_SECONDS: Final = 10.0
 """An engine is idle if its last step ended at least this long ago. Longer than the pause between the prompts of one
@@ -61,10 +68,22 @@ class _Window:
     """All bytes from `start` to here were taken, or tried."""
     wanted: int
     """All bytes from `start` to here are to be taken at once."""
+    used: int
+    """All bytes from `start` to here are, or were, in use."""
+    used_before: int
+    """The same when its growth was last noted."""
+    growth: int = 0
+    """Bytes that had come into use then since the time before, `RATE_SECONDS` earlier."""
 
     @property
     def first_end(self) -> int:
         return min(self.end, self.start + AHEAD_BYTES)
+
+    @property
+    def rest_end(self) -> int:
+        """All bytes from `start` to here are to be taken while the engine is idle."""
+        ahead = max(AHEAD_BYTES, self.growth, self.used - self.used_before)
+        return min(self.end, self.used + min(MAX_AHEAD_BYTES, ahead))
 
 
 class PageSchedule:
@@ -75,7 +94,7 @@ class PageSchedule:
 
     def __init__(self, ends: Sequence[int], now: float) -> None:
         self.size = ends[-1]
-        self._windows = [_Window(start, end, start, start) for start, end in pairwise((0, *ends))]
+        self._windows = [_Window(start, end, *[start] * 4) for start, end in pairwise((0, *ends))]
         for window in self._windows:
             window.wanted = window.first_end
         self._start_seconds = START_SECONDS
@@ -84,10 +103,12 @@ class PageSchedule:
         """Whether a step has begun."""
         self._computing = False
         self._not_before = now + REST_SECONDS
+        self._rated_at = now
 
     def use(self, end: int) -> bool:
         """Note that all bytes of a slot class below `end` are in use; returns whether bytes are to be taken at once."""
         window = next(window for window in self._windows if end <= window.end)
+        window.used = max(window.used, end)
         window.wanted = max(window.wanted, min(window.end, end + AHEAD_BYTES))
         return self._is_behind
 
@@ -118,18 +139,24 @@ class PageSchedule:
         """The engine computes no more."""
         self._computing = False
         self._not_before = now + REST_SECONDS
+        if now >= self._rated_at + RATE_SECONDS:
+            self._rated_at = now
+            for window in self._windows:
+                window.growth, window.used_before = window.used - window.used_before, window.used
 
     def wait(self, now: float) -> float:
         """Seconds until the next piece may be taken, 0 for now; at most `REST_SECONDS`, after which the caller asks
         again."""
-        if self._is_behind or not self._stepped:
+        if self._is_behind:
             return 0.0
-        return REST_SECONDS if self._computing else max(0.0, self._not_before - now)
+        if self._computing or all(window.taken >= window.rest_end for window in self._windows):
+            return REST_SECONDS
+        return max(0.0, self._not_before - now)
 
     def take(self, now: float) -> tuple[int, int]:
-        """The next piece as (start, bytes); it counts as taken from now on. Call only while `taken` is below `size`."""
+        """The next piece as (start, bytes); it counts as taken from now on. Call only when `wait` says 0."""
         behind = (window for window in self._windows if window.taken < window.wanted)
-        window = next(behind, None) or next(window for window in self._windows if window.taken < window.end)
+        window = next(behind, None) or next(window for window in self._windows if window.taken < window.rest_end)
         start, window.taken = window.taken, min(window.end, window.taken + PIECE_BYTES)
         self._not_before = max(self._not_before, now + RESTING_PAUSE_SECONDS)
         return start, window.taken - start
@@ -167,10 +194,10 @@ class PageTaker:
     def start(self) -> None:
         """Start taking pages in a background thread, until all are taken or `close` is called.
 
-        A window ahead of the slots in use at once, the rest at rest. The first touch of a page costs up to 70 times the
-        copy into it; slots are handed out from the low end. What is taken while the engine computes slows it down, on
-        other cores too, so that is no more than will be used soon. The thread gives way to others as soon as the start
-        is over; see `give_way` for how much.
+        A window ahead of the slots in use at once, a larger one at rest. The first touch of a page costs up to 70 times
+        the copy into it; slots are handed out from the low end. What is taken while the engine computes slows it down,
+        on other cores too, so that is no more than will be used soon. The thread gives way to others as soon as the
+        start is over; see `give_way` for how much.
         """
         if self._thread is None:
             self._thread = start_background("kvpact-prefault", self._run)

@@ -171,9 +171,13 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
             with self.cache_worker.giving_up_loads():
                 self.cache_worker.wait_for_loads()
 
-    @guarded(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Called before each layer's attention."""
+        if self._worker is not None and self._worker.synchronous:
+            self._wait_for_layer(layer_name)
+
+    @guarded(lambda: None)
+    def _wait_for_layer(self, layer_name: str) -> None:
         with self.cache_worker.giving_up_loads():
             self.cache_worker.wait_for_layer_load(layer_name)
 

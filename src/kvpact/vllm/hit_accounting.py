@@ -99,8 +99,9 @@ class HitCredit:
 
     def scheduled(self, request_ids: Container[str]) -> None:
         """Count what asynchronous loads brought as used, for those of these requests that the step computes."""
-        for request_id in [each for each, load in self._loads.items() if not load.synchronous and each in request_ids]:
-            self._use(request_id)
+        for request_id, load in [*self._loads.items()]:
+            if not load.synchronous and request_id in request_ids:
+                self._use(request_id)
 
     def _use(self, request_id: str) -> None:
         load = self._loads.pop(request_id)

@@ -96,6 +96,11 @@ class CommittedLoads:
         load = self._loads.get(request_id)
         return load is not None and load.is_broken
 
+    @property
+    def any_distrusted(self) -> bool:
+        """Whether `is_distrusted` is true of any request."""
+        return bool(self._loads) and any(load.is_broken for load in self._loads.values())
+
     def begin_jobs(self, jobs: Iterable[LoadJob]) -> None:
         """Take in the cache's load orders of this step."""
         for job in jobs:

@@ -7,7 +7,7 @@ process only; never blocks on I/O.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -55,6 +55,8 @@ class SchedulerSide:
         self._block_size = groups.groups.block_size if groups.several else int(vllm_config.cache_config.block_size)
         """Tokens in a block of the chain."""
         self._identities = RequestIdentities(vllm_config)
+        self._noted_revision = -1
+        """`RequestIdentities.revision` in the last step."""
         self.mounted: MountedCache | None = None
         self.spoilt: set[int] = set()
         """What it found to be computed over such blocks in the step whose report comes next."""
@@ -283,13 +285,21 @@ class SchedulerSide:
         hear nothing more goes on over blocks that are not its own: what it leaves in the engine's prefix cache is taken
         out.
         """
-        computed, context = {}, self.context
-        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+        computed, context, step_tokens = {}, self.context, scheduler_output.num_scheduled_tokens
+        names: Iterable[str] = step_tokens
+        before, self._noted_revision = self._noted_revision, self._identities.revision
+        if before == self._noted_revision and not self._loads.any_distrusted:
+            running = scheduler_output.scheduled_cached_reqs
+            others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)
+            names = [*others, *[new.req_id for new in scheduler_output.scheduled_new_reqs]]
+        for request_id in names:
             view = self._requests.get(request_id)
             if view is not None and not self._loads.is_distrusted(request_id):
-                computed[request_id] = view.request.num_computed_tokens + num_tokens
+                computed[request_id] = view.request.num_computed_tokens + step_tokens[request_id]
             elif view is not None and self._loads.whole_requests and context is not None:
                 context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
+        if not computed:
+            return
         with context.saving(scheduler_output, computed) if context is not None else nullcontext():
             for request_id, num_tokens in computed.items():
                 cache.note_computed(self._requests[request_id], num_tokens, partial(self._chain_of, request_id))

@@ -60,7 +60,7 @@ class CacheWorker(ExternalCacheWorker):
         self._segment: ArenaSegment | None = None
         self.memory: KVMemory | None = None
         """The engine's KV memory; None before `register_kv_caches`."""
-        self._synchronous: tuple[LoadJob, ...] = ()
+        self.synchronous: tuple[LoadJob, ...] = ()
         """The running step's synchronous loads."""
         self._reader = reader_for(config, sharing, len(place.groups), self._keep)
         self._reads: tuple[StoreRead, ...] = ()
@@ -234,7 +234,7 @@ class CacheWorker(ExternalCacheWorker):
         try:
             yield
         except Exception:
-            self._give_up(self._synchronous)
+            self._give_up(self.synchronous)
             raise
 
     def start_loads(self, work: StepWork) -> None:
@@ -243,7 +243,7 @@ class CacheWorker(ExternalCacheWorker):
             jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
             self._segment.use([slot for job in jobs for slot in job.slots])
         work = replace(work, loads=(*work.loads, *self._step_loads))
-        self._synchronous = tuple(job for job in work.loads if job.synchronous)
+        self.synchronous = tuple(job for job in work.loads if job.synchronous)
         self.jobs.order(work.loads)
         if work.loads and self.transfers is not None:
             self.transfers.start_loads(work.loads)
@@ -272,12 +272,12 @@ class CacheWorker(ExternalCacheWorker):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See `ExternalCacheWorker`."""
-        if self._synchronous and self.transfers is not None:
+        if self.synchronous and self.transfers is not None:
             self.transfers.wait_for_layer(layer_name)
 
     def wait_for_loads(self) -> None:
         """What the engine computes from now on comes after all of the step's synchronous loads."""
-        if self._synchronous and self.transfers is not None:
+        if self.synchronous and self.transfers is not None:
             self.transfers.wait_for_loads()
 
     def start_saves(self, work: StepWork) -> None:
@@ -286,7 +286,7 @@ class CacheWorker(ExternalCacheWorker):
             return
         not_asked_for = self.transfers.not_asked_for()
         self.wait_for_loads()
-        for load in self._synchronous:
+        for load in self.synchronous:
             if load.job_id in not_asked_for:
                 self.jobs.leave_synchronous(load)
         lost = self._lost_step_loads() if self._step_loads else ()
@@ -322,7 +322,7 @@ class CacheWorker(ExternalCacheWorker):
             self._segment.pages.step_ended()
         self.wait_for_loads()
         self._take_in_ended()
-        for job in self._synchronous:
+        for job in self.synchronous:
             if not self._is_ordered(job):
                 self.jobs.leave_synchronous(job)
         return self.jobs.ended_loads()
@@ -332,7 +332,7 @@ class CacheWorker(ExternalCacheWorker):
 
     def give_up_step(self) -> EndedLoads:
         """`poll` failed: the step's synchronous loads have failed, too."""
-        self._give_up(self._synchronous)
+        self._give_up(self.synchronous)
         return self.jobs.ended_loads()
 
     def _is_filled(self, save: SaveJob) -> bool:

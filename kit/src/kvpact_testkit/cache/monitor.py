@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -245,6 +245,17 @@ class ContractMonitor(JobMonitor, ExternalCache):
                 known.noted = noted
                 self._contents.update(zip(noted, ((key, 0) for key in keys), strict=False))
         self._timed(self.cache.note_computed, request, num_computed_tokens, block_ids)
+
+    def note_running(
+        self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
+    ) -> Sequence[str]:
+        """See `ExternalCache`."""
+        others = self._timed(self.cache.note_running, request_ids, computed, step_tokens)
+        told = {*others}
+        for request_id, before in zip(request_ids, computed, strict=True):
+            if request_id not in told:
+                self._requests[request_id].computed = before + step_tokens[request_id]
+        return others
 
     def end_step(self) -> StepWork:
         """See `ExternalCache`."""

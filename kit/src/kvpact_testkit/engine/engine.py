@@ -206,8 +206,19 @@ class Engine:
         return self.finished
 
     def _tell_cache(self, cache: ExternalCache, output: SchedulerOutput) -> None:
-        for request, start, count in zip(output.requests, output.starts, output.counts, strict=True):
-            cache.note_computed(request, start + count, partial(_first_group, request))
+        computed = {
+            request.request_id: (request, start, count)
+            for request, start, count in zip(output.requests, output.starts, output.counts, strict=True)
+        }
+        running = {
+            name: start for name, (request, start, _) in computed.items() if request.noted_as is request.identity
+        }
+        counts = {name: count for name, (_, _, count) in computed.items()}
+        others = {*cache.note_running([*running], [*running.values()], counts)}
+        for name, (request, start, count) in computed.items():
+            if name in others or name not in running:
+                request.noted_as = request.identity
+                cache.note_computed(request, start + count, partial(_first_group, request))
         output.work = cache.end_step()
 
     def _execute(self, output: SchedulerOutput) -> Executed:
