@@ -6,7 +6,7 @@ SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
 # What `make bench` runs; `make bench BENCHMARKS="copy tiers"` runs those two. `python -m benchmarks` lists the others, which
 # take hours or a GPU. lifecycle, e2e and churn take 17 minutes and more.
-BENCHMARKS := limits copy tiers index imports lifecycle flood step_time disk_tier engine_speed e2e churn
+BENCHMARKS := limits copy tiers index imports lifecycle running flood step_time disk_tier engine_speed e2e churn
 
 .PHONY: help setup demo gpu check test test-3.13 lint bench proofs soak
 
