@@ -410,17 +410,6 @@ class ExternalCache(ABC):
     ) -> None:
         """After this step the first `num_computed_tokens` tokens have valid KV in `block_ids()`: copy what is kept."""
 
-    def note_running(
-        self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
-    ) -> Sequence[str]:
-        """Take note of requests of which the step changes nothing that is kept, such as decodes within a block.
-
-        Call it before `note_computed`, of which the requests that it returns must still be told: by default all. The
-        engine has `computed` tokens of each, and the step computes `step_tokens` more of it. Leave out requests whose
-        identity may be another than it was at their last note, and those whose blocks hold something else.
-        """
-        return request_ids
-
     @abstractmethod
     def end_step(self) -> StepWork:
         """The scheduler's step is over: what the workers must do with it. Called once per step, even if empty."""
@@ -437,6 +426,17 @@ class ExternalCache(ABC):
     @abstractmethod
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled: plans not yet committed end, transfers under way are waited for."""
+
+    def note_running(
+        self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
+    ) -> Sequence[str]:
+        """Take note of requests of which the step changes nothing that is kept, such as decodes within a block.
+
+        Call it before `note_computed`, of which the requests that it returns must still be told: by default all. The
+        engine has `computed` tokens of each, and the step computes `step_tokens` more of it. Leave out requests whose
+        identity may be another than it was at their last note, and those whose blocks hold something else.
+        """
+        return request_ids
 
     def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """The engine could not take the request's match in this step, for `reason`, and may prepare it again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ class Running:
     """Requests that run in one scene; with `in_bulk` the cache is asked first of which it must be told."""
 
     def __init__(self, *, in_bulk: bool = True, **settings: Any) -> None:
-        self.scene, self.in_bulk = Scene(64, engine_blocks=1024, **settings), in_bulk
+        self.scene, self.in_bulk = Scene(64, engine_blocks=4096, **settings), in_bulk
+        self._block_ids = count(1000)
         self.requests: dict[str, SceneRequest] = {}
         self.computed: dict[str, int] = {}
         self.told: list[str] = []
@@ -48,11 +50,10 @@ class Running:
         counts = {
             name: len(self.requests[name].token_ids) - self.computed[name] + more for name, (more, _) in drafts.items()
         }
-        for name, count in counts.items():
+        for name, new in counts.items():
             table = scene.tables.setdefault(name, [])
-            while len(table) * BLOCK_SIZE < self.computed[name] + count:
-                scene._next_block += 1
-                table.append(scene._next_block)
+            while len(table) * BLOCK_SIZE < self.computed[name] + new:
+                table.append(next(self._block_ids))
         self.told = [*counts]
         if self.in_bulk:
             self.told = [*cache.note_running([*counts], [self.computed[name] for name in counts], counts)]
@@ -70,7 +71,7 @@ class Running:
 
     def state(self, name: str) -> Any:
         """What the cache knows of a request."""
-        return self.scene.cache._requests.live[name]
+        return self.scene.cache.requests.live[name]
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_the_rate_of_prompts_counts_the_tokens_of_all() -> None:
         for _ in range(3):
             running.step(dict.fromkeys(running.requests, (0, 0)))
             running.scene.now += 1.0
-        counted[in_bulk] = running.scene.cache._prefill.tokens_per_second
+        counted[in_bulk] = running.scene.cache.observe()["prefill_speed"]
         running.scene.close()
     assert counted[True] == counted[False] > 0
 

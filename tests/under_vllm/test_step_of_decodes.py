@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from benchmarks.lifecycle import random_prompts, started
 from benchmarks.scheduler_halves import SchedulerHalf
 
 from documents import ROOT
+from kvpact.contract import ExternalKVMatch
+from kvpact.vllm.request_identity import OfferedMatch, VllmRequest
 
 RUNNING = ("r0", "r1", "r2")
 
@@ -79,16 +80,17 @@ def test_the_cache_is_told_of_requests_that_fill_a_block_and_of_new_ones(told: T
 
 def test_the_cache_is_told_of_all_when_a_name_may_stand_for_another_content(told: Told) -> None:
     assert told.step() == []
-    told.side._identities.adapters.revision += 1
+    told.side.identities.adapters.revision += 1
     assert told.step() == [*RUNNING]
     assert told.step() == []
 
 
 def test_the_cache_is_not_told_of_a_request_over_blocks_that_were_not_loaded(told: Told) -> None:
-    loads = told.side._loads._loads
-    loads["r1"] = SimpleNamespace(is_broken=True, block_ids=())
+    view = VllmRequest(told.half.scheduler.requests["r1"], told.side.identities)
+    load = told.side.loads.admit(view, OfferedMatch(ExternalKVMatch(0), 0), 0, ((1,),), 0)
+    load.is_broken = True
     assert [told.step() for _ in range(14)] == [["r0", "r2"]] * 14, "its block too was filled meanwhile"
-    del loads["r1"]
+    told.side.loads.lost("r1")
     assert told.step() == ["r1"], "it did not go on from where it was noted last"
 
 

@@ -89,7 +89,7 @@ class PactCache(ExternalCache):
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
         of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
-        requests = self._requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
+        requests = self.requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
         limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
         load_budget = self._load_budget = LoadBudget(*limits)
         exits = self._exits = Exits(ledger, index, requests, load_budget)
@@ -136,7 +136,7 @@ class PactCache(ExternalCache):
     @property
     def live_requests(self) -> int:
         """Number of requests that the cache knows."""
-        return len(self._requests.live)
+        return len(self.requests.live)
 
     supports_kv_cache_groups = True
 
@@ -157,11 +157,11 @@ class PactCache(ExternalCache):
 
         A step that has used its budget leaves that to the first probe; the request's identity is read now in any case.
         """
-        self._finder.ask_early(request, self._requests.of(request))
+        self._finder.ask_early(request, self.requests.of(request))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
-        record = self._requests.of(request)
+        record = self.requests.of(request)
         if self._planner.still_waits(request.request_id, record, num_computed_tokens):
             return None
         self.saves.note_probe(request.request_id, record, num_computed_tokens)
@@ -169,17 +169,17 @@ class PactCache(ExternalCache):
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
-        record = self._requests.of(request)
+        record = self.requests.of(request)
         self.saves.note_probe(request.request_id, record, num_computed_tokens)
         self._planner.decline(request, record, num_computed_tokens)
 
     def put_off_external_match(self, request: EngineRequest) -> None:
         """See `ExternalCache`: from now on tiers have `prepare_deadline` for the request."""
-        self._planner.begin_waiting(self._requests.of(request))
+        self._planner.begin_waiting(self.requests.of(request))
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """See `ExternalCache`; if so, the request's plan is renewed."""
-        return self._planner.still_waits(request_id, self._requests.live.get(request_id), num_computed_tokens)
+        return self._planner.still_waits(request_id, self.requests.live.get(request_id), num_computed_tokens)
 
     # Commit and abort
 
@@ -208,7 +208,7 @@ class PactCache(ExternalCache):
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, while there is room."""
         self._loads.note_resumed(request.request_id)
         self._load_budget.note_running((request.request_id,))
-        record = self._requests.of(request)
+        record = self.requests.of(request)
         self._computing += max(0, num_computed_tokens - record.computed)
         self.saves.note(request, record, num_computed_tokens, block_ids)
         if not self.ledger.has_plan(request.request_id):
@@ -219,7 +219,7 @@ class PactCache(ExternalCache):
     ) -> Sequence[str]:
         """See `ExternalCache`: a request within a block, as it was at its last note, costs nothing else."""
         self._load_budget.note_running(request_ids)
-        others, tokens = self._requests.note_running(request_ids, computed, step_tokens)
+        others, tokens = self.requests.note_running(request_ids, computed, step_tokens)
         self._computing += tokens
         return others
 
@@ -227,7 +227,7 @@ class PactCache(ExternalCache):
         """See `SupportsStepLookup`: looks in the shared tiers, but not for blocks that another request is saving."""
         save = self._jobs.save_ordered_now(request.request_id)
         if save is not None and save.job.start_block == computed_tokens // self._block_size:
-            keys = self._finder.find_elsewhere(request, self._requests.of(request), save.job.blocks)
+            keys = self._finder.find_elsewhere(request, self.requests.of(request), save.job.blocks)
             if keys:
                 self._steps.order(save.job, computed_tokens, max_tokens, keys)
 
@@ -288,7 +288,7 @@ class PactCache(ExternalCache):
         self.ledger.finish_request(request_id)
         self._load_budget.request_finished(request_id)
         self.saves.request_finished(request_id)
-        record = self._requests.live.pop(request_id, None)
+        record = self.requests.live.pop(request_id, None)
         if record is not None:
             record.drop_lookup()
 
@@ -368,7 +368,7 @@ class PactCache(ExternalCache):
             part.check()
         known = self.ledger.known_requests.union(self.saves.lazy.known_requests if self.saves.lazy is not None else ())
         loading = {load.job.request_id for load in self._jobs.loads.values()}
-        if gone := known - loading - self._requests.live.keys():
+        if gone := known - loading - self.requests.live.keys():
             raise PactViolation(f"something is kept of requests that have finished: {sorted(gone)}")
 
     def shutdown(self) -> None:

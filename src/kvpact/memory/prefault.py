@@ -42,7 +42,7 @@ MAX_AHEAD_BYTES: Final = 2 << 30
 """The most bytes of a slot class taken ahead of the slots in use, while the engine is idle."""
 
 RATE_SECONDS: Final = 60.0
-"""As many bytes are taken ahead, then, as came into use in the last so many seconds in which the engine ran."""
+"""Seconds in which the engine ran: an idle engine takes as many bytes ahead as came into use in the last of them."""
 
 REST_SECONDS: Final = 10.0
 """An engine is idle if its last step ended at least this long ago. Longer than the pause between the prompts of one
@@ -71,7 +71,7 @@ class _Window:
     used: int
     """All bytes from `start` to here are, or were, in use."""
     used_before: int
-    """The same when its growth was last noted."""
+    """Where `used` was when its growth was last noted."""
     growth: int = 0
     """Bytes that had come into use then since the time before, `RATE_SECONDS` earlier."""
 

@@ -54,7 +54,7 @@ class SchedulerSide:
         self._metrics, self._budget = metrics, guard.budget
         self._block_size = groups.groups.block_size if groups.several else int(vllm_config.cache_config.block_size)
         """Tokens in a block of the chain."""
-        self._identities = RequestIdentities(vllm_config)
+        self.identities = RequestIdentities(vllm_config)
         self._noted_revision = -1
         """`RequestIdentities.revision` in the last step."""
         self.mounted: MountedCache | None = None
@@ -63,7 +63,7 @@ class SchedulerSide:
         self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
         self.credit = HitCredit()
-        self._loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
+        self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
         self._late = LateLoads()
         self._unsettled = WorkerReport({})
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
@@ -107,7 +107,7 @@ class SchedulerSide:
             hellos,
             engine_namespace(vllm_config, facts_of_slots(hellos), len(hellos) // with_slots, groups),
             base_weights(vllm_config, config.model_id) if config.tiers else None,
-            self._identities.adapters,
+            self.identities.adapters,
             seal=self._seal,
             block_size=self._block_size,
             metrics=self._metrics,
@@ -140,7 +140,7 @@ class SchedulerSide:
         if view is None or view.request is not request:
             if view is not None:
                 view.release()
-            view = self._requests[request.request_id] = VllmRequest(request, self._identities)
+            view = self._requests[request.request_id] = VllmRequest(request, self.identities)
         return view
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -196,7 +196,7 @@ class SchedulerSide:
 
         The engine cannot be refused here, so what will not come the workers report as not loaded.
         """
-        self._commit(request, blocks, num_tokens, self._loads.fail)
+        self._commit(request, blocks, num_tokens, self.loads.fail)
 
     def may_refuse(self, request: Any) -> bool:
         """Whether the engine can be refused the request's match, because its load is asynchronous."""
@@ -205,7 +205,7 @@ class SchedulerSide:
 
     def commit_or_refuse(self, request: Any, blocks: Any, num_tokens: int) -> int:
         """Commit `num_tokens` tokens for a scheduler that takes less; return how many will come."""
-        return self._commit(request, blocks, num_tokens, self._loads.refuse)
+        return self._commit(request, blocks, num_tokens, self.loads.refuse)
 
     def _commit(
         self, request: Any, blocks: Any, num_tokens: int, nothing_comes: Callable[[CommittedLoad], None]
@@ -220,7 +220,7 @@ class SchedulerSide:
         if answer is None or mounted is None:
             return 0
         epochs, accepted = mounted.weights.epochs, 0
-        load = self._loads.admit(view, answer, num_tokens, tables, epochs) if num_tokens else None
+        load = self.loads.admit(view, answer, num_tokens, tables, epochs) if num_tokens else None
         try:
             if not mounted.may_serve():
                 raise KvpactError("the last reset of the cache failed; nothing is loaded")
@@ -229,7 +229,7 @@ class SchedulerSide:
             if load is not None and not accepted:
                 nothing_comes(load)
         if load is not None and accepted:
-            self._loads.order(load, accepted, mounted.weights.changes)
+            self.loads.order(load, accepted, mounted.weights.changes)
         return accepted
 
     def abort(self, request_id: str, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
@@ -264,18 +264,18 @@ class SchedulerSide:
         if mounted.step_lookup is not None:
             self._look_up(scheduler_output, mounted.step_lookup)
         work = mounted.cache.end_step()
-        self._loads.begin_jobs(work.loads)
-        changes = (self._loads.ordered_at or mounted.weights.changes) if work.loads or work.saves else ()
+        self.loads.begin_jobs(work.loads)
+        changes = (self.loads.ordered_at or mounted.weights.changes) if work.loads or work.saves else ()
         store = mounted.store if work.lookups else None
-        adapters = self._loads.run(scheduled.keys())
+        adapters = self.loads.run(scheduled.keys())
         spoilt = {}
         if work.overdue and self.context is not None:
-            spoilt = self._late.name(self._loads.jobs_of(work.overdue), self.context, self._block_ids_or_none)
-        broken = tuple(self._loads.broken)
+            spoilt = self._late.name(self.loads.jobs_of(work.overdue), self.context, self._block_ids_or_none)
+        broken = tuple(self.loads.broken)
         metadata = PactMetadata.of(
             StepMessage(work, broken, store, adapters, changes, spoilt, computes=bool(scheduled))
         )
-        self._loads.end_step()
+        self.loads.end_step()
         return metadata
 
     def _note_computed(self, cache: ExternalCache, scheduler_output: Any) -> None:
@@ -287,16 +287,16 @@ class SchedulerSide:
         """
         computed, context, step_tokens = {}, self.context, scheduler_output.num_scheduled_tokens
         names: Iterable[str] = step_tokens
-        before, self._noted_revision = self._noted_revision, self._identities.revision
-        if before == self._noted_revision and not self._loads.any_distrusted:
+        before, self._noted_revision = self._noted_revision, self.identities.revision
+        if before == self._noted_revision and not self.loads.any_distrusted:
             running = scheduler_output.scheduled_cached_reqs
             others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)
             names = [*others, *[new.req_id for new in scheduler_output.scheduled_new_reqs]]
         for request_id in names:
             view = self._requests.get(request_id)
-            if view is not None and not self._loads.is_distrusted(request_id):
+            if view is not None and not self.loads.is_distrusted(request_id):
                 computed[request_id] = view.request.num_computed_tokens + step_tokens[request_id]
-            elif view is not None and self._loads.whole_requests and context is not None:
+            elif view is not None and self.loads.whole_requests and context is not None:
                 context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
         if not computed:
             return
@@ -321,14 +321,14 @@ class SchedulerSide:
         """Have the workers look for what this step computes, where the request can still be given it then."""
         for request_id, max_tokens in self._candidates.of_step(scheduler_output).items():
             view = self._requests.get(request_id)
-            if view is not None and not self._loads.is_distrusted(request_id):
+            if view is not None and not self.loads.is_distrusted(request_id):
                 cache.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
 
     def end_broken_step(self) -> PactMetadata:
         """The message to the workers when `end_step` raised: none of the step's loads will happen."""
-        self._loads.fail_step()
-        metadata = PactMetadata.of(StepMessage(broken=tuple(self._loads.broken)))
-        self._loads.end_step()
+        self.loads.fail_step()
+        metadata = PactMetadata.of(StepMessage(broken=tuple(self.loads.broken)))
+        self.loads.end_step()
         return metadata
 
     def abandon_step(self) -> None:
@@ -359,10 +359,10 @@ class SchedulerSide:
         if not (says_something or invalid_block_ids or failed_requests or overdue):
             return
         for request_id in failed_requests:
-            self._loads.lost(request_id)
+            self.loads.lost(request_id)
         self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over from the last step
         if invalid_block_ids:
-            spoilt, self.spoilt = self._loads.spoilt_by(invalid_block_ids | self.spoilt), set()
+            spoilt, self.spoilt = self.loads.spoilt_by(invalid_block_ids | self.spoilt), set()
             if self.context is not None:
                 self.context.evict_published(sorted(spoilt))
         if mounted is None:
@@ -377,13 +377,13 @@ class SchedulerSide:
         for settlement in settlements:
             if not settlement.skipped_tokens:  # what a step skipped the engine's scheduler class counts
                 alive = settlement.request_id in self._requests
-                self._loads.settle(settlement, mounted.weights.epochs, is_alive=alive)
+                self.loads.settle(settlement, mounted.weights.epochs, is_alive=alive)
 
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled, in whatever state."""
         if (view := self._requests.pop(request_id, None)) is not None:
             view.release()
-        self._loads.request_finished(request_id)
+        self.loads.request_finished(request_id)
         self.credit.request_finished(request_id)
         if self.mounted is not None:
             self.mounted.cache.request_finished(request_id)
@@ -407,7 +407,7 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Flush the tiers in bounded time and log a summary of the cache's work."""
-        self._identities.close()
+        self.identities.close()
         self._end_cache()
 
     def _end_cache(self) -> None:

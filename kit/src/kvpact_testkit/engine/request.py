@@ -72,7 +72,7 @@ class Request:
     loaded_ahead: list[tuple[int, int]] = field(default_factory=list, init=False)
     """Token ranges after a failed range that arrived, ascending: they are skipped once the failed range is computed."""
     noted_as: object = field(default=False, init=False)
-    """Its identity when the cache was last told what is computed of it; False before."""
+    """The identity that it had when the cache was last told what is computed of it; False before."""
     epoch: int = field(default=0, init=False)
     """Incremented when scheduled work becomes void: results of an older epoch are dropped."""
     block_ids: list[list[int]] = field(default_factory=list, init=False)
