@@ -37,7 +37,7 @@ def _measure(
     for _ in range(WARM_UP):
         half.step()
     calls = [half.calls_in_step() for _ in range(COUNTED)]
-    measured = [half.step() for _ in range(steps)]
+    measured = half.measured_steps(steps)
     return [hooks for hooks, _ in measured], [schedule for _, schedule in measured], calls
 
 

@@ -13,7 +13,8 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from pathlib import Path
@@ -92,6 +93,20 @@ class Spent:
         return sum(self.parts.values())
 
 
+@contextmanager
+def settled_garbage() -> Iterator[None]:
+    """Within, nothing is collected: an engine freezes what it started with, here the benchmark's own objects would be
+    walked through."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 class SchedulerHalf:
     """One engine: vLLM's scheduler, the connector's scheduler half, and one worker half."""
 
@@ -167,19 +182,13 @@ class SchedulerHalf:
         self.spent = Spent()
         requests = [self.request(name, prompt) for name, prompt in prompts.items()]
         self._step = 0.0
-        gc.collect()
-        gc.freeze()
-        gc.disable()  # an engine freezes what it started with; here the benchmark's own objects would be walked through
-        try:
+        with settled_garbage():
             for request in requests:
                 self.scheduler.add_request(request)
             while self.scheduler.has_requests():
                 self._one_step()
                 if self.spent.steps > MAX_STEPS:
                     raise SystemExit(f"{len(self.scheduler.requests)} requests have not ended after {MAX_STEPS} steps")
-        finally:
-            gc.enable()
-            gc.unfreeze()
         return self.spent
 
     def computed_of_cache(self, prompts: Mapping[str, list[int]]) -> tuple[Spent, int]:
@@ -201,10 +210,17 @@ class SchedulerHalf:
         """A request arrives that is to get so many tokens."""
         self.scheduler.add_request(self.request(request_id, prompt, max_tokens))
 
-    def step(self) -> tuple[float, float]:
-        """One step; returns the CPU seconds of the hooks in it, and those of `schedule()`."""
+    def step(self) -> None:
+        """One step."""
         self._one_step()
-        return self.spent.each_step[-1], self.spent.schedule[-1]
+
+    def measured_steps(self, number: int) -> list[tuple[float, float]]:
+        """So many steps: the CPU seconds of the hooks in each, and those of `schedule()`."""
+        self.spent = Spent()
+        with settled_garbage():
+            for _ in range(number):
+                self._one_step()
+        return [*zip(self.spent.each_step, self.spent.schedule, strict=True)]
 
     def calls_in_step(self) -> int:
         """One step; returns how many functions of Python the hooks call in it."""
