@@ -38,6 +38,7 @@ def same_answers(outputs: list[Output], others: list[Output]) -> bool:
     return all(one.same_answer(other) for one, other in zip(outputs, others, strict=True))
 
 
+@pytest.mark.soak
 def test_windows_are_served_from_a_memory_that_is_too_small(tiny_model: Path, tmp_path: Path) -> None:
     """Six prompts of 13 blocks (7 of full attention, 2 of each of three windows) in 32 slots."""
     asked = [prompt(2_200 + seed, BLOCKS) for seed in range(6)]

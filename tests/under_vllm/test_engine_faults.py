@@ -158,7 +158,7 @@ def test_h13_a_hook_that_always_fails_leaves_their_core_to_others(
     [
         pytest.param(SMALL, 0, marks=pytest.mark.soak, id="sync, nothing local"),
         pytest.param(SMALL, 1, id="sync, a local hit"),
-        pytest.param(LARGE, 0, id="async, nothing local"),
+        pytest.param(LARGE, 0, marks=pytest.mark.soak, id="async, nothing local"),
         pytest.param(LARGE, 1, marks=pytest.mark.soak, id="async, a local hit"),
     ],
 )

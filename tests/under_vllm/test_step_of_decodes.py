@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from benchmarks import running
 from benchmarks.lifecycle import random_prompts, started
 from benchmarks.scheduler_halves import SchedulerHalf
 
-from documents import ROOT
 from kvpact.contract import ExternalKVMatch
 from kvpact.vllm.request_identity import OfferedMatch, VllmRequest
 
@@ -21,17 +19,11 @@ RUNNING = ("r0", "r1", "r2")
 
 def test_a_step_of_decodes_calls_no_function_for_each_request() -> None:
     """The benchmark's own count, beside the cheapest connector of vLLM."""
-    command = (sys.executable, "-m", "benchmarks", "running", "--running", "10,64", "--waiting", "0", "--steps", "4")
-    ended = subprocess.run(
-        [*command, "--subjects", "kvpact,simple", "--json", "-"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    rows = {(row["who"], row["running"]): row for row in json.loads(ended.stdout)}
+    try:
+        found = [*running.rows(running=(10, 64), waiting=(0,), subjects=("kvpact", "simple"), steps=4)]
+    finally:
+        logging.disable(logging.NOTSET)
+    rows = {(row["who"], row["running"]): row for row in found}
     assert {*rows} == {(who, running) for who in ("kvpact", "simple") for running in (10, 64)}
     assert rows["kvpact", 64]["calls"] <= rows["kvpact", 10]["calls"] + 3
     assert rows["kvpact", 64]["calls"] <= 95
