@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.prefault import (
     AHEAD_BYTES,
+    FIRST_BYTES,
     MAX_AHEAD_BYTES,
     PIECE_BYTES,
     RATE_SECONDS,
@@ -50,7 +51,7 @@ class Schedules(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def use(self, share: float) -> None:
         self.used = max(self.used, int(share * self.schedule.size))
-        behind = self.schedule.taken < min(self.schedule.size, self.used + AHEAD_BYTES)
+        behind = self.schedule.taken < min(self.schedule.size, max(FIRST_BYTES, self.used + AHEAD_BYTES))
         assert self.schedule.use(int(share * self.schedule.size)) == behind
 
     @rule()
@@ -74,7 +75,7 @@ class Schedules(RuleBasedStateMachine):
                 self.rest_seconds += min(wait, end - self.now)
                 self.now = min(end, self.now + wait)
                 continue
-            needed = self.schedule.taken < min(self.schedule.size, self.used + AHEAD_BYTES)
+            needed = self.schedule.taken < min(self.schedule.size, max(FIRST_BYTES, self.used + AHEAD_BYTES))
             resting = not self.computing and self.now >= self.rested_since + REST_SECONDS
             assert needed or resting, "pages were taken that nobody needs soon, in the engine's way"
             before = self.schedule.taken
@@ -90,8 +91,8 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def no_more_than_the_window_and_what_rest_allows(self) -> None:
         ahead = max(0, self.schedule.taken - self.used)
-        assert ahead <= AHEAD_BYTES + PIECE_BYTES * (1 + self.taken_at_rest)
-        assert ahead <= max(AHEAD_BYTES, min(MAX_AHEAD_BYTES, self.used)) + PIECE_BYTES, "it was never used so fast"
+        assert ahead <= FIRST_BYTES + PIECE_BYTES * (1 + self.taken_at_rest)
+        assert ahead <= max(FIRST_BYTES, min(MAX_AHEAD_BYTES, self.used)) + PIECE_BYTES, "it was never used so fast"
         assert self.taken_at_rest <= 1 + self.rest_seconds / RESTING_PAUSE_SECONDS * 1.01
         self.schedule.check()
 
@@ -103,8 +104,8 @@ class Schedules(RuleBasedStateMachine):
                 self.now += self.schedule.wait(self.now)
                 if not self.schedule.wait(self.now):
                     self.schedule.take(self.now)
-            assert self.schedule.taken >= min(self.schedule.size, self.used + AHEAD_BYTES)
-            most = min(self.schedule.size, self.used + max(AHEAD_BYTES, min(MAX_AHEAD_BYTES, self.used)))
+            assert self.schedule.taken >= min(self.schedule.size, max(FIRST_BYTES, self.used + AHEAD_BYTES))
+            most = min(self.schedule.size, self.used + max(FIRST_BYTES, min(MAX_AHEAD_BYTES, self.used)))
             assert self.schedule.taken <= most + PIECE_BYTES
 
 
@@ -152,12 +153,12 @@ def taken_at_rest(schedule: PageSchedule, now: float) -> int:
 
 def test_what_nobody_uses_is_not_taken_and_what_is_used_fast_is_taken_far_ahead() -> None:
     schedule = PageSchedule((64 << 30,), 0.0)
-    assert taken_at_rest(schedule, 0.0) == AHEAD_BYTES
+    assert taken_at_rest(schedule, 0.0) == FIRST_BYTES
     assert taken_at_rest(schedule, 600.0) == 0, "an engine without a request has been idle for ten minutes"
     schedule.step_began()
     schedule.use(600 * MIB)
     schedule.step_ended(1000.0)
-    assert taken_at_rest(schedule, 1000.0) == 2 * 600 * MIB - AHEAD_BYTES, "as much again as came into use"
+    assert taken_at_rest(schedule, 1000.0) == 2 * 600 * MIB - FIRST_BYTES, "as much again as came into use"
     schedule.use(610 * MIB)
     schedule.step_ended(1000.0 + 2 * RATE_SECONDS)
     schedule.step_ended(1000.0 + 4 * RATE_SECONDS)
@@ -172,7 +173,8 @@ def test_a_new_arena_takes_its_window_follows_its_use_and_takes_more_of_it_at_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rest_seconds, ahead = 2.0, 64 * MIB
-    monkeypatch.setattr("kvpact.memory.prefault.AHEAD_BYTES", ahead)
+    for name in ("AHEAD_BYTES", "FIRST_BYTES"):
+        monkeypatch.setattr(f"kvpact.memory.prefault.{name}", ahead)
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", rest_seconds)
     segment = ArenaSegment.create(500, MIB)
     segment.pages.step_began()

@@ -26,7 +26,8 @@ REST_SECONDS = 2.0
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorker]:
     """One rank with blocks of 1 MiB, in its first step; nothing was taken before it."""
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", REST_SECONDS)
-    monkeypatch.setattr("kvpact.memory.prefault.AHEAD_BYTES", AHEAD_BYTES)
+    for name in ("AHEAD_BYTES", "FIRST_BYTES"):
+        monkeypatch.setattr(f"kvpact.memory.prefault.{name}", AHEAD_BYTES)
     start = PageTaker.start
     monkeypatch.setattr(PageTaker, "start", lambda pages: (pages.step_began(), start(pages)))
     made = CacheWorker(load_config({"memory": f"{MEMORY_MIB}MiB"}, {}), RankInfo(0, 1, BLOCKS), {})

@@ -38,6 +38,10 @@ continues at low priority."""
 AHEAD_BYTES: Final = 256 << 20
 """Bytes of a slot class taken ahead of the slots in use: two prompts of 4,096 tokens at 32 KiB per token."""
 
+FIRST_BYTES: Final = 512 << 20
+"""Bytes taken at the start, of all slot classes together: four such prompts. What the first prompts use is not taken
+beside them, and an engine that nobody asks takes no more."""
+
 MAX_AHEAD_BYTES: Final = 2 << 30
 """The most bytes of a slot class taken ahead of the slots in use, while the engine is idle."""
 
@@ -64,6 +68,8 @@ class _Window:
 
     start: int
     end: int
+    first_end: int
+    """All bytes from `start` to here are taken at the start."""
     taken: int
     """All bytes from `start` to here were taken, or tried."""
     wanted: int
@@ -76,14 +82,10 @@ class _Window:
     """Bytes that had come into use then since the time before, `RATE_SECONDS` earlier."""
 
     @property
-    def first_end(self) -> int:
-        return min(self.end, self.start + AHEAD_BYTES)
-
-    @property
     def rest_end(self) -> int:
         """All bytes from `start` to here are to be taken while the engine is idle."""
         ahead = max(AHEAD_BYTES, self.growth, self.used - self.used_before)
-        return min(self.end, self.used + min(MAX_AHEAD_BYTES, ahead))
+        return max(self.first_end, min(self.end, self.used + min(MAX_AHEAD_BYTES, ahead)))
 
 
 class PageSchedule:
@@ -94,9 +96,11 @@ class PageSchedule:
 
     def __init__(self, ends: Sequence[int], now: float) -> None:
         self.size = ends[-1]
-        self._windows = [_Window(start, end, *[start] * 4) for start, end in pairwise((0, *ends))]
-        for window in self._windows:
-            window.wanted = window.first_end
+        each = FIRST_BYTES // len(ends)
+        self._windows = [
+            _Window(start, end, first := min(end, start + each), start, first, start, start)
+            for start, end in pairwise((0, *ends))
+        ]
         self._start_seconds = START_SECONDS
         """Seconds left of it."""
         self._stepped = False
@@ -123,7 +127,7 @@ class PageSchedule:
 
     @property
     def has_first(self) -> bool:
-        """Whether the first `AHEAD_BYTES` of each slot class were taken, or tried."""
+        """Whether the `FIRST_BYTES` were taken, or tried."""
         return all(window.taken >= window.first_end for window in self._windows)
 
     @property
@@ -203,7 +207,7 @@ class PageTaker:
             self._thread = start_background("kvpact-prefault", self._run)
 
     def wait_for_first(self, seconds: float) -> bool:
-        """After `start`: wait until each slot class has its first `AHEAD_BYTES`, so that no prompt pays for them.
+        """After `start`: wait until the `FIRST_BYTES` are taken, so that no prompt pays for them.
 
         Waits at most `seconds`; returns whether they are taken.
         """
