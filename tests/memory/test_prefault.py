@@ -128,14 +128,14 @@ def test_each_slot_class_has_a_window_of_its_own() -> None:
 
     pieces = take_all_that_is_wanted()
     assert [start for start, _ in pieces] == [
-        *range(0, AHEAD_BYTES, PIECE_BYTES),
-        *range(first, first + AHEAD_BYTES, PIECE_BYTES),
+        *range(0, FIRST_BYTES // 2, PIECE_BYTES),
+        *range(first, first + FIRST_BYTES // 2, PIECE_BYTES),
     ]
     assert schedule.has_first
-    assert schedule.use(first + 16 * MIB)
+    assert schedule.use(first + FIRST_BYTES // 2 - AHEAD_BYTES + 16 * MIB)
     assert take_all_that_is_wanted() == [
-        (first + AHEAD_BYTES, PIECE_BYTES),
-        (first + AHEAD_BYTES + PIECE_BYTES, PIECE_BYTES),
+        (first + FIRST_BYTES // 2, PIECE_BYTES),
+        (first + FIRST_BYTES // 2 + PIECE_BYTES, PIECE_BYTES),
     ]
     assert not schedule.use(0)
 

@@ -35,8 +35,8 @@ START_SECONDS: Final = 1.0
 ones, half a GiB if the host must find the memory first. It delays the start by at most this; afterwards the thread
 continues at low priority."""
 
-AHEAD_BYTES: Final = 256 << 20
-"""Bytes of a slot class taken ahead of the slots in use: two prompts of 4,096 tokens at 32 KiB per token."""
+AHEAD_BYTES: Final = 128 << 20
+"""Bytes of a slot class taken ahead of the slots in use: a prompt of 4,096 tokens at 32 KiB per token."""
 
 FIRST_BYTES: Final = 512 << 20
 """Bytes taken at the start, of all slot classes together: four such prompts. What the first prompts use is not taken
