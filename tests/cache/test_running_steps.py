@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpact.contract import KVCacheBlockView, StepWork
@@ -213,6 +213,21 @@ STEPS = st.lists(
 )
 
 
+LOADED_UP_TO_WHERE_IT_WAS = [
+    ("", {"c": (2, 2)}),
+    ("", {"c": (2, 2)}),
+    ("", {"c": (2, 2)}),
+    ("", {"c": (2, 2)}),
+    ("", {"c": (0, 0)}),
+    ("", {"c": (1, 1)}),
+    ("", {"c": (3, 0)}),
+    ("preempt", {"c": (2, 2)}),
+    ("", {"c": (0, 0)}),
+]
+"""The token after the last step is the first that the load has brought it further."""
+
+
+@example(steps=LOADED_UP_TO_WHERE_IT_WAS, lengths=(1, 1, 4))
 @given(steps=STEPS, lengths=st.tuples(*[st.integers(1, 4 * BLOCK_SIZE)] * 3))
 def test_nothing_differs_from_a_cache_that_is_told_of_every_request_in_every_step(
     steps: list[tuple[str, dict[str, tuple[int, int]]]], lengths: tuple[int, int, int]

@@ -112,7 +112,7 @@ class Offloader:
 
     def quiet_until(self, state: RequestState) -> int:
         """The number of tokens with which a request next fills a block, if until then nothing is to be done for it."""
-        if self.lazy is not None or state.computed < state.max_computed:
+        if self.lazy is not None or state.loads_without_progress or state.computed < state.max_computed:
             return 0
         if self.saves_any and (state.keys is None or state.offloaded_blocks < state.computed // self.groups.block_size):
             return 0
