@@ -31,7 +31,7 @@ class EngineExits:
         """Whether the running step may start no prompts."""
         connector, no_blocks = scheduler.connector, self._manager.empty_kv_cache_blocks
         self.trackers: list[MatchTracker] = []
-        leaves = compat.leaves_of(connector) if connector is not None else []
+        leaves = compat.leaves_of(connector)
         for each in leaves:
             if (form := form_of(each, no_blocks)) is not None:
                 tracker = MatchTracker(form, partial(self._lost_to_another, each), self._promised)

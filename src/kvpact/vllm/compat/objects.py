@@ -17,7 +17,10 @@ LOAD_ADAPTER = "_load_adapter"
 
 
 def connectors_of(connector: Any) -> tuple[Any, ...]:
-    """A connector and, if it is MultiConnector, all those inside it, also inside one that is inside another."""
+    """A connector and, if it is MultiConnector, all those inside it, also inside one that is inside another. None: no
+    connector."""
+    if connector is None:
+        return ()
     inside = map(connectors_of, getattr(connector, "_connectors", ()))
     return connector, *chain.from_iterable(inside)
 
