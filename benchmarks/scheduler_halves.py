@@ -154,11 +154,13 @@ class SchedulerHalf:
             if self._depth:
                 return hook(*arguments, **named)
             self._depth, began = 1, thread_time()
-            sys.setprofile(self._count if self._counting else None)
+            if self._counting:
+                sys.setprofile(self._count)
             try:
                 return hook(*arguments, **named)
             finally:
-                sys.setprofile(None)
+                if self._counting:
+                    sys.setprofile(None)
                 seconds = thread_time() - began
                 self._depth = 0
                 self.spent.parts[part] += seconds
@@ -186,7 +188,7 @@ class SchedulerHalf:
             for request in requests:
                 self.scheduler.add_request(request)
             while self.scheduler.has_requests():
-                self._one_step()
+                self.step()
                 if self.spent.steps > MAX_STEPS:
                     raise SystemExit(f"{len(self.scheduler.requests)} requests have not ended after {MAX_STEPS} steps")
         return self.spent
@@ -210,29 +212,26 @@ class SchedulerHalf:
         """A request arrives that is to get so many tokens."""
         self.scheduler.add_request(self.request(request_id, prompt, max_tokens))
 
-    def step(self) -> None:
-        """One step."""
-        self._one_step()
-
     def measured_steps(self, number: int) -> list[tuple[float, float]]:
         """So many steps: the CPU seconds of the hooks in each, and those of `schedule()`."""
         self.spent = Spent()
         with settled_garbage():
             for _ in range(number):
-                self._one_step()
+                self.step()
         return [*zip(self.spent.each_step, self.spent.schedule, strict=True)]
 
     def calls_in_step(self) -> int:
         """One step; returns how many functions of Python the hooks call in it."""
         self._counting, self._calls = True, 0
-        self._one_step()
+        self.step()
         self._counting = False
         return self._calls
 
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
         self._calls += event == "call"
 
-    def _one_step(self) -> None:
+    def step(self) -> None:
+        """One step of the scheduler and of the worker half."""
         began = thread_time()
         output = self.scheduler.schedule()
         self.spent.schedule.append(thread_time() - began)

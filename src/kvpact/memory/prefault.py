@@ -96,11 +96,10 @@ class PageSchedule:
 
     def __init__(self, ends: Sequence[int], now: float) -> None:
         self.size = ends[-1]
-        each = FIRST_BYTES // len(ends)
-        self._windows = [
-            _Window(start, end, first := min(end, start + each), start, first, start, start)
-            for start, end in pairwise((0, *ends))
-        ]
+        self._windows = list[_Window]()
+        for start, end in pairwise((0, *ends)):
+            first = min(end, start + FIRST_BYTES // len(ends))
+            self._windows.append(_Window(start, end, first, taken=start, wanted=first, used=start, used_before=start))
         self._start_seconds = START_SECONDS
         """Seconds left of it."""
         self._stepped = False

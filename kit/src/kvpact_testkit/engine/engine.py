@@ -206,19 +206,17 @@ class Engine:
         return self.finished
 
     def _tell_cache(self, cache: ExternalCache, output: SchedulerOutput) -> None:
-        computed = {
-            request.request_id: (request, start, count)
-            for request, start, count in zip(output.requests, output.starts, output.counts, strict=True)
-        }
-        running = {
-            name: start for name, (request, start, _) in computed.items() if request.noted_as is request.identity
-        }
-        counts = {name: count for name, (_, _, count) in computed.items()}
-        others = {*cache.note_running([*running], [*running.values()], counts)}
-        for name, (request, start, count) in computed.items():
-            if name in others or name not in running:
+        requests = {request.request_id: request for request in output.requests}
+        starts, counts = (
+            dict(zip(requests, output.starts, strict=True)),
+            dict(zip(requests, output.counts, strict=True)),
+        )
+        same = [name for name, request in requests.items() if request.noted_as is request.identity]
+        quiet = {*same}.difference(cache.note_running(same, [starts[name] for name in same], counts))
+        for name, request in requests.items():
+            if name not in quiet:
                 request.noted_as = request.identity
-                cache.note_computed(request, start + count, partial(_first_group, request))
+                cache.note_computed(request, starts[name] + counts[name], partial(_first_group, request))
         output.work = cache.end_step()
 
     def _execute(self, output: SchedulerOutput) -> Executed:
