@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -31,8 +32,10 @@ def test_threads_of_kvpact_are_told_from_the_engines_and_ended_ones_are_counted(
     def background() -> None:
         go.wait()
         burn(0.15)
-        memory = bytearray(8 << 20)
-        memory[::4096] = b"1" * (len(memory) // 4096)
+        memory = mmap.mmap(-1, 8 << 20)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        for page in range(0, len(memory), mmap.PAGESIZE):
+            memory[page] = 1
         rest.set()
         over.wait()
 
