@@ -5,8 +5,8 @@ SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
 BIN := .venv/bin
 # What `make bench` runs; `make bench BENCHMARKS="copy tiers"` runs those two. `python -m benchmarks` lists the others, which
-# take hours or a GPU. lifecycle, e2e and churn take 17 minutes and more.
-BENCHMARKS := limits copy tiers index imports lifecycle running flood step_time disk_tier engine_speed e2e churn
+# take hours or a GPU. lifecycle and churn take 17 minutes and more, e2e 45.
+BENCHMARKS := limits copy tiers index imports lifecycle running flood step_time disk_tier engine_speed decodes e2e churn
 
 .PHONY: help setup demo gpu check test test-3.13 lint bench proofs soak
 

@@ -20,7 +20,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -107,7 +107,7 @@ def local_row(tokens: int, hits: Sequence[float]) -> dict[str, Any]:
 class Comparison:
     """All readings of a run. The engine without a cache comes first among the runners and takes part in all turns."""
 
-    def __init__(self, run: Run, asked: Sequence[Prompt], warm_up: Prompt, rounds: int, stack: ExitStack) -> None:
+    def __init__(self, run: Run, asked: Asked, warm_up: Prompt, rounds: int, stack: ExitStack) -> None:
         self._run, self._asked, self._warm_up, self._rounds, self._stack = run, asked, warm_up, rounds, stack
         self._references: dict[Name, Output] = {}
         self._numbers = count()
@@ -149,7 +149,7 @@ class Comparison:
         """Each prompt once by each engine, in turns; the first one's local prefix hit is what answers should be."""
         if redis is not None:
             redis.note(self._warm_up)
-        for number, prompt in enumerate(self._asked):
+        for number, prompt in enumerate((*self._asked.once, *self._asked.again)):
             say(f"{prompt.tokens} tokens, cold, {prompt.number + 1}")
             for runner in _in_turns(self._living(runners), number):
                 with runner.turn():
@@ -164,7 +164,7 @@ class Comparison:
         """Each prompt once a round by each engine, in turns; raw reads while all engines stand still."""
         for number in range(self._rounds):
             say(f"warm, round {number + 1} of {self._rounds}")
-            for at, prompt in enumerate(self._asked):
+            for at, prompt in enumerate(self._asked.again):
                 for runner in _in_turns(self._living(runners), number + at):
                     if runner.name == NO_CACHE.name:
                         with runner.turn():
@@ -183,7 +183,7 @@ class Comparison:
 
     def written(self) -> list[Prompt]:
         """All prompts in the order in which they were computed."""
-        return [self._warm_up, *self._asked]
+        return [self._warm_up, *self._asked.once, *self._asked.again]
 
     def rows(self, tokens: int) -> Iterator[dict[str, Any]]:
         """For prompts of one length: cold, the local hit, warm."""
@@ -210,20 +210,31 @@ def say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def _check(tokens: Sequence[int], prompts: int, rounds: int, peers: Sequence[str]) -> None:
+def _check(tokens: Sequence[int], cold: int, prompts: int, rounds: int, peers: Sequence[str]) -> None:
     if unknown := set(peers) - set(PEERS):
         raise SystemExit(f"--peers: {', '.join(sorted(unknown))} is not one of {', '.join(PEERS)}")
     if not tokens or min(tokens) < SHORTEST or len(set(tokens)) < len(tokens):
         raise SystemExit(f"--tokens: different lengths of at least {SHORTEST}, not {','.join(map(str, tokens))}")
     if prompts < 2:
         raise SystemExit(f"--prompts: at least 2 of each length, so that one drives out the other, not {prompts}")
+    if cold < prompts:
+        raise SystemExit(f"--cold: at least --prompts, which is {prompts}, not {cold}")
     if rounds < 1:
         raise SystemExit(f"--rounds: at least 1, not {rounds}")
 
 
-def _prompts(tokens: Sequence[int], prompts: int) -> list[Prompt]:
-    """Of each length, all different from the first token on."""
-    return [_prompt(length, number) for length in tokens for number in range(prompts)]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """All prompts, different from the first token on: `once` are asked cold alone, and first; `again` also warm."""
+
+    once: Sequence[Prompt]
+    again: Sequence[Prompt]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], cold: int, prompts: int) -> Asked:
+        """Of each length `cold` prompts, and `prompts` of them again."""
+        once = [_prompt(length, number) for length in tokens for number in range(cold - prompts)]
+        return cls(once, [_prompt(length, number) for length in tokens for number in range(cold - prompts, cold)])
 
 
 def _prompt(length: int, number: int) -> Prompt:
@@ -233,16 +244,15 @@ def _prompt(length: int, number: int) -> Prompt:
 
 
 def _compare(
-    folder: Path, tokens: Sequence[int], prompts: int, rounds: int, there: Sequence[str], python: str, *, fork: bool
+    folder: Path, tokens: Sequence[int], asked: Asked, rounds: int, there: Sequence[str], python: str, *, fork: bool
 ) -> Iterator[dict[str, Any]]:
     from forked_engine import ForkedEngine
     from tiny_engine import TOKENIZER_TEXT
 
     dtype = Plan.for_this_machine().dtype
     shape = WIDE if dtype == "bfloat16" else NARROW
-    asked = _prompts(tokens, prompts)
     block_bytes = BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if dtype == "bfloat16" else 4)
-    sizes = [prompt.blocks * block_bytes for prompt in asked]
+    sizes = [prompt.blocks * block_bytes for prompt in asked.again]
     length = max(tokens) + 2 * BLOCK
     arguments = {"dtype": dtype, "max_model_len": length, "max_num_batched_tokens": length}
     model = ensure_model(folder, shape, TOKENIZER_TEXT)
@@ -254,7 +264,7 @@ def _compare(
 
 
 def _compare_group(
-    run: Run, tokens: Sequence[int], asked: Sequence[Prompt], rounds: int, peers: Sequence[str], block_bytes: int
+    run: Run, tokens: Sequence[int], asked: Asked, rounds: int, peers: Sequence[str], block_bytes: int
 ) -> Iterator[dict[str, Any]]:
     """Those engines, with one of their own without a cache, interleaved."""
     from servers.redis_server import redis_server
@@ -294,6 +304,7 @@ def _compare_group(
 
 def rows(
     tokens: tuple[int, ...] = (1024, 4096, 8192),
+    cold: int = 8,
     prompts: int = 2,
     rounds: int = 3,
     peers: tuple[str, ...] = PEERS,
@@ -302,13 +313,13 @@ def rows(
 ) -> list[dict[str, Any]]:
     """For each length a row of each engine, cold and warm; what is not there, or failed, has a row that says so.
 
-    Where memory is too little for all of them, peers are compared in several groups, each beside an engine without a
-    cache of its own.
+    `cold` prompts of each length are asked cold, and `prompts` of them also warm. Where memory is too little for all
+    engines, peers are compared in several groups, each beside an engine without a cache of its own.
 
     `peer_python` is an interpreter that has vLLM and the packages of peers, by default this one. With
     `fork` engines start three times as fast, and poll less when they have no work: for tests.
     """
-    _check(tokens, prompts, rounds, peers)
+    _check(tokens, cold, prompts, rounds, peers)
     if find_spec("vllm") is None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
     python = str(peer_python or sys.executable)
@@ -316,6 +327,7 @@ def rows(
     there = [peer for peer in PEERS if peer in peers and peer not in absent]
     found: list[dict[str, Any]] = []
     if there:
+        asked = Asked.of(tokens, cold, prompts)
         with tempfile.TemporaryDirectory(prefix="kvpact-e2e-") as folder:
-            found += _compare(Path(folder), tokens, prompts, rounds, there, python, fork=fork)
+            found += _compare(Path(folder), tokens, asked, rounds, there, python, fork=fork)
     return [*found, *({"what": peer, "state": "not there", "note": WAYS_TO_GET[peer]} for peer in absent)]

@@ -54,6 +54,7 @@ def test_make_bench_runs_benchmarks_that_are_there() -> None:
         (["e2e", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, redis, example, lmcache, mooncake"),
         (["e2e", "--prompts", "1"], "at least 2 of each length, so that one drives out the other, not 1"),
         (["e2e", "--rounds", "0"], "at least 1, not 0"),
+        (["e2e", "--cold", "1"], "at least --prompts, which is 2, not 1"),
         (["e2e", "--tokens", "1024,128"], "different lengths of at least 256, not 1024,128"),
     ],
 )

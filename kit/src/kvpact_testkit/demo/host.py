@@ -111,6 +111,7 @@ def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Outpu
     arriving = deque(range(len(crowd.prompts)))
     timeout = {number: choose.randrange(10 * at_once) for number in arriving if choose.random() < crowd.leaving}
     waiting: dict[int, float] = {}
+    came: list[list[float]] = [[] for _ in crowd.prompts]
     outputs: dict[int, Output] = {}
     while arriving or waiting:
         while arriving and len(waiting) < at_once:
@@ -123,9 +124,14 @@ def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Outpu
                 engine.abort_request([str(number)])
                 outputs[number] = Output((), (), "abort", 0, 0.0, time.monotonic() - waiting.pop(number))
         for result in engine.step() if waiting else ():
-            if result.finished and (began := waiting.pop(int(result.request_id), None)) is not None:
-                answer = _output(result)
-                outputs[int(result.request_id)] = msgspec.structs.replace(answer, seconds=time.monotonic() - began)
+            number = int(result.request_id)
+            if (began := waiting.get(number)) is None:
+                continue
+            came[number] += [time.monotonic() - began] * (len(result.outputs[0].token_ids) - len(came[number]))
+            if result.finished:
+                del waiting[number]
+                times = {"seconds": time.monotonic() - began, "token_seconds": tuple(came[number])}
+                outputs[number] = msgspec.structs.replace(_output(result), **times)
     return [outputs[number] for number in range(len(crowd.prompts))]
 
 

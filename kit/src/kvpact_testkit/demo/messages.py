@@ -79,6 +79,8 @@ class Output(msgspec.Struct, frozen=True):
     first_token_seconds: float
     seconds: float = 0.0
     """From the request's arrival to its end; of a `Crowd`, else 0."""
+    token_seconds: tuple[float, ...] = ()
+    """From the request's arrival to each of its tokens; of a `Crowd`."""
 
     def same_answer(self, other: Output) -> bool:
         """Bit-identical tokens and log-probabilities, and an answer at all (a failed request can look like a hit)."""
