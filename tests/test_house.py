@@ -36,6 +36,8 @@ OWN_OPTIONAL_MEMBERS = {
     "hits_agree_over_ranks",
     "model_at",
     "pact_scheduler_bound",
+    "prepare_reset",
+    "scheduler_context",
     "step_hook_bound",
     "take_hit_corrections",
 }
@@ -283,6 +285,8 @@ SWITCHES = {
     "contract.BlockHolder.free_blocks: evict_first": "an engine's own word: where in its queue a freed block stands",
     "vllm.context.VllmContext.free_blocks: evict_first": "the contract's",
     "vllm.guard.guarded: in_step": "a fact about the hook, given where it is declared",
+    "vllm.scheduler._SpeaksThePact.reset_prefix_cache: reset_connector": "vLLM's",
+    "vllm.scheduler._SpeaksThePact.reset_prefix_cache: reset_running_requests": "vLLM's",
 }
 """Parameters that are true or false unless a caller says otherwise, and why. May only shrink."""
 
@@ -482,6 +486,7 @@ READS_THE_CLOCK = {
     "kvpact.cache.late_tiers",
     "kvpact.cache.mounted",
     "kvpact.vllm.model_watch",
+    "kvpact.vllm.resets",
     "kvpact.vllm.scheduler_side",
     "kvpact.vllm.stats",
     "kvpact.worker.device.engine",

@@ -502,6 +502,12 @@ class ExternalCache(ABC):
         """The weights are those from before the last reset; whether what was stored then is served. Default: no."""
         return False
 
+    def give_up_saves(self) -> None:
+        """The engine needs all its blocks now: release those that saves hold. Default: none is held.
+
+        Nothing of these saves is stored, as workers may copy blocks that have other content by then.
+        """
+
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """Trust these blocks of the engine no more: nothing of them, or computed after them, is stored (H48).
 

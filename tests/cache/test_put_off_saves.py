@@ -106,6 +106,18 @@ def test_a_reset_drops_what_is_put_off(scene: Scene) -> None:
     assert scene.prepare(SceneRequest("b", tokens(LENGTH))).num_tokens == 0
 
 
+def test_h106_saves_that_are_given_up_hold_no_block_and_store_nothing(scene: Scene) -> None:
+    work = scene.step_computing(SceneRequest("a", tokens(LENGTH)))
+    assert scene.cache.under_way["saves"] == 2, "one is put off"
+    scene.cache.give_up_saves()
+    assert not scene.blocks.held
+    assert scene.cache.under_way["saves"] == 1, "a worker may still write to the slots"
+    assert len(steps_until_rest(scene, work)) == 1, "nothing that was put off is ordered"
+    assert scene.cache.under_way["saves"] == 0
+    assert scene.prepare(SceneRequest("b", tokens(LENGTH))).num_tokens == 0
+    scene.cache.check()
+
+
 def test_h48_of_blocks_that_hold_garbage_and_those_after_them_nothing_is_saved(scene: Scene) -> None:
     request = SceneRequest("a", tokens(LENGTH))
     work = scene.step_computing(request)

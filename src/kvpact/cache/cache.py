@@ -334,6 +334,10 @@ class PactCache(ExternalCache):
         self.saves.clear()
         self.writeback.clear()
 
+    def give_up_saves(self) -> None:
+        """See `ExternalCache`. Slots stay taken until every rank has reported."""
+        self.saves.give_up()
+
     @property
     def has_overdue_loads(self) -> bool:
         """Whether a load's deadline has passed and ranks may still write to its blocks."""

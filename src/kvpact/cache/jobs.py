@@ -153,6 +153,8 @@ class SaveState:
     ask_at: float
     trusted: bool = True
     garbage_from: int = maxsize
+    holds: bool = True
+    """Whether the engine's blocks are held for it."""
 
     @property
     def parts(self) -> list[SaveState]:

@@ -283,9 +283,7 @@ class Offloader:
         finally:
             self._let_go(piece, () if is_taken else piece.chain)
             while waiting.pieces and not goes_on:
-                dropped = waiting.pieces.popleft()
-                self.metrics.add("dropped_blocks", len(dropped.chain) + len(dropped.hanging))
-                self._let_go(dropped, dropped.chain)
+                self._drop(waiting.pieces.popleft())
 
     def _let_go(self, piece: Piece, chain: Sequence[int]) -> None:
         """Release what hangs on a piece's rows, of which each save holds its own, and these blocks of the chain."""
@@ -391,11 +389,7 @@ class Offloader:
         """All ranks have reported: release the engine's blocks, and offer the tiers what was saved."""
         run = save.run
         self.jobs.end(save)
-        if self._context is not None:
-            kept, leaving = _parts(run)
-            self._context.free_blocks(kept)
-            if leaving:  # the engine evicts these before all others
-                self._context.free_blocks(leaving, evict_first=True)
+        self._release(save)
         good = self._good(save)
         saved = sum(good)
         became_held = self.index.end_writes(save.slots, good)
@@ -410,6 +404,27 @@ class Offloader:
         elif saved:
             self.writeback.note_saved(Offer(run.keys, follow=False))
         self.writeback.note_became_held(became_held, run.keys)
+
+    def _release(self, save: SaveState) -> None:
+        if self._context is not None and save.holds:
+            kept, leaving = _parts(save.run)
+            self._context.free_blocks(kept)
+            if leaving:  # the engine evicts these before all others
+                self._context.free_blocks(leaving, evict_first=True)
+        save.holds = False
+
+    def give_up(self) -> None:
+        """Store nothing of what is being saved, or put off, and release the engine's blocks (H106)."""
+        for save in self.jobs.saves.values():
+            save.trusted = False
+            self._release(save)
+        while self.jobs.put_off:
+            for piece in self.jobs.put_off.popleft().pieces:
+                self._drop(piece)
+
+    def _drop(self, piece: Piece) -> None:
+        self.metrics.add("dropped_blocks", len(piece.chain) + len(piece.hanging))
+        self._let_go(piece, piece.chain)
 
     def _good(self, save: SaveState) -> list[bool]:
         """Which blocks of a save hold what their keys say; of the chain's none after one that does not."""

@@ -81,6 +81,8 @@ class MatchTracker:
         self._form, self._lost_to_another, self._promised = form, lost_to_another, promised
         self._limits: dict[str, int] = {}
         """Request id -> the tokens that the connector accepted when it refused some (each refusal makes it smaller)."""
+        self.pausing = False
+        """Whether each question is to be asked again later: a reset waits until no load is under way."""
         self._step = 0
         self._failed: set[str] = set()
 
@@ -88,6 +90,8 @@ class MatchTracker:
 
     def prepare(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`."""
+        if self.pausing:
+            return None, False
         request_id, num_tokens = request.request_id, request.num_tokens
         if self._limits and self._limits.get(request_id) == 0:
             return 0, False

@@ -338,6 +338,11 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         self.scheduler_side.reset()
         return True
 
+    @guarded(lambda: 0.0)
+    def prepare_reset(self) -> float:
+        """vLLM's prefix cache is to be emptied: hold no block for a save. Returns in how many seconds loads end."""
+        return self.scheduler_side.give_up_saves()
+
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Stop in bounded time."""

@@ -141,11 +141,6 @@ class EngineExits:
         for tracker in self.trackers:
             tracker.requests_finished([*tracker.open] if ended is None else ended)
 
-    def reset(self) -> None:
-        """vLLM's prefix cache is reset: requests will be asked for again, behind other blocks."""
-        for tracker in self.trackers:
-            tracker.drop_all(ExternalMatchExit.RESET)
-
     def pause_changed(self) -> None:
         """vLLM is paused, after which it may not step for a while, or goes on."""
         if compat.is_paused(self._scheduler):

@@ -22,6 +22,7 @@ from kvpact.vllm.compat.releases import refuse_older
 from kvpact.vllm.compat.restarts import Restarts
 from kvpact.vllm.exits import EngineExits
 from kvpact.vllm.hit_accounting import StepHits
+from kvpact.vllm.resets import Resets
 from kvpact.vllm.step_hook import split_report
 
 
@@ -45,6 +46,7 @@ class _SpeaksThePact:
         self._step_hits = StepHits()
         self.exits = EngineExits(self)
         self.restarts = Restarts(self)
+        self.resets = Resets(self, self.exits)
         for each in connectors_of(self.connector):
             if (bound := getattr(each, "pact_scheduler_bound", None)) is not None:
                 bound()
@@ -111,6 +113,7 @@ class _SpeaksThePact:
         results = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self.restarts.step_ends()
         self.exits.step_ended(scheduler_output)
+        self.resets.step_ended()
         return results
 
     def _handle_invalid_blocks(self, invalid_block_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,10 +142,14 @@ class _SpeaksThePact:
         self.exits.finish(request_ids)
         return super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Drop what vLLM holds published."""
-        self.exits.reset()
-        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+        """Drop what vLLM holds published; see `Resets`."""
+        reset = partial(super().reset_prefix_cache, reset_running_requests, reset_connector)  # type: ignore[misc]
+        return self.resets.reset(reset, by_force=reset_running_requests, forget=reset_connector)
+
+    def has_requests(self) -> bool:
+        """Whether the engine must step: also while a reset waits."""
+        return super().has_requests() or self.resets.waits  # type: ignore[misc]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> Any:
         """The engine ends, for whatever reason."""

@@ -405,6 +405,12 @@ class SchedulerSide:
         if self.mounted is not None:
             self.mounted.reset()
 
+    def give_up_saves(self) -> float:
+        """See `PactConnector.prepare_reset`."""
+        if self.mounted is not None:
+            self.mounted.cache.give_up_saves()
+        return self._config.load_deadline
+
     def shutdown(self) -> None:
         """Flush the tiers in bounded time and log a summary of the cache's work."""
         self.identities.close()

@@ -323,6 +323,12 @@ class ContractMonitor(JobMonitor, ExternalCache):
             entry.void = True
         self._timed(self.cache.reset)
 
+    def give_up_saves(self) -> None:
+        """See `ExternalCache`: what was being saved is never served, also if a rank says that it was stored."""
+        for entry in self._jobs.values():
+            entry.void |= isinstance(entry.job, SaveJob)
+        self._timed(self.cache.give_up_saves)
+
     @property
     def knows_words(self) -> bool:
         """Whether the cache accepts a version word for its weights."""

@@ -112,6 +112,8 @@ class Engine:
         """
         if reset_running_requests:
             self._drain()
+            if self.cache is not None:
+                self.cache.give_up_saves()
         pool = self.scheduler.kv.pool
         emptied = reset_running_requests or pool.num_free == self.config.num_blocks - 1
         if reset_running_requests:
