@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -30,7 +32,7 @@ from hub_cache import add_commit
 from kvpact.cache.stats_file import stats_files
 from kvpact.metrics import series
 from kvpact.tiers.disk.inspection import scan_directory
-from kvpact_testkit.demo.engine import CORES, one_core_each
+from kvpact_testkit.demo.engine import CORES, one_core_each, session_members
 from leftovers import slabs_still_locked
 from servers.http_server import Answer, Server
 from slab_scenes import files_in
@@ -272,3 +274,89 @@ def test_h59_two_replicas_are_killed_and_both_find_what_both_stored(house: House
     assert files_in(house.disk) <= 1 << 30
     assert [slab.blocks for slab in scan_directory(house.disk)] == [2 * BLOCKS] * 2
     assert again.stop() == 0
+
+
+FAKED_CLOCK = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), Path("libfaketimeMT.so.1"))
+"""Of Debian's package `faketime`."""
+
+CLIENTS = 32
+MOST_LINES = 50
+"""Of kvpact's in the log of an engine to which all of this happens."""
+
+
+def in_small_place(place: Path, command: Sequence[str]) -> list[str]:
+    """The command, for which alone `place` is a file system of 4 MiB."""
+    place.mkdir()
+    mount = 'mount -t tmpfs -o size=4m none "$0" && exec "$@"'
+    return ["unshare", "-rm", "sh", "-c", mount, str(place), *command]
+
+
+def taken(server: Server) -> tuple[int, int]:
+    """Descriptors and threads of all the server's processes."""
+    processes = [Path(f"/proc/{pid}") for pid in session_members(server.process.pid)]
+    return tuple(sum(len([*process.joinpath(of).iterdir()]) for process in processes) for of in ("fd", "task"))
+
+
+def crowd(server: Server, during: Callable[[], object]) -> list[Answer]:
+    """The answers of clients that ask at once, for longer ones each, while something happens."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        asked = [pool.submit(server.ask, prompt(1_500 + number % 8, 2), max_tokens=64) for number in range(CLIENTS)]
+        server.wait_for(lambda metrics: metrics["vllm:num_requests_running"] > 1)
+        during()
+        return [one.result() for one in asked]
+
+
+@pytest.mark.proof
+@pytest.mark.both_cores
+def test_what_happens_in_operation_costs_hits_and_no_answer(house: House, start: Callable[..., Server]) -> None:
+    """A full disk, a tier that comes late, the clock an hour back, another replica, resets and an end under load."""
+    late, clock, stats = house.directory / "late", house.directory / "clock", house.directory / "stats.json"
+    clock.write_text("+0\n")
+    shared = f"dir://{late}?capacity=256MiB"
+    environment = {
+        "KVPACT_MEMORY": "16MiB", "KVPACT_STATS_FILE": str(stats), "VLLM_SERVER_DEV_MODE": "1",
+        "KVPACT_TIERS": f"disk://{house.disk}?capacity=1GiB {shared}", "LD_PRELOAD": str(FAKED_CLOCK),
+        "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }  # fmt: skip
+    command = ["kvpact", "serve", MODEL, *house.vllm_arguments]
+    server = start(in_small_place(house.disk, command), **environment)
+    expected = [server.ask(tokens) for tokens in PROMPTS]
+    assert [answer.cached_tokens for answer in expected] == [0] * len(PROMPTS)
+    at_first = taken(server)
+
+    def answers_alike(from_cache: Sequence[list[int]]) -> None:
+        """vLLM's own cache is emptied; these prompts are loaded, and all answers are those of the beginning."""
+        server.post("reset_prefix_cache")
+        for tokens, answer in zip(PROMPTS, expected, strict=True):
+            warm = server.ask(tokens)
+            assert warm.same_as(answer)
+            assert warm.cached_tokens == BLOCKS * BLOCK or tokens not in from_cache
+
+    written = server.wait_for(lambda metrics: metrics["vllm:kvpact_written_blocks_total{disk}"] >= 2 * BLOCKS)
+    assert written["vllm:kvpact_evicted_blocks_total{disk}"] > 0, "a full disk evicts"
+    answers_alike(PROMPTS)
+    late.mkdir()
+    others = [prompt(1_600 + number, BLOCKS) for number in range(8)]
+    clock.write_text("-3600\n")
+    for tokens in others:
+        server.ask(tokens)
+    server.wait_for(lambda metrics: metrics["vllm:kvpact_written_blocks_total{dir}"] >= BLOCKS * len(others))
+    replica = start(["kvpact", "serve", MODEL, *house.vllm_arguments], KVPACT_TIERS=shared, KVPACT_MEMORY="64MiB")
+    found = [replica.ask(tokens).cached_tokens for tokens in others]
+    assert found == [BLOCKS * BLOCK] * len(others), "the newest blocks of a host whose clock is behind"
+    assert replica.stop() == 0
+    for _ in range(5):
+        answers = crowd(
+            server, lambda: server.post("reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        )
+        assert all(answer.finish_reason == "length" for answer in answers)
+    answers_alike([])
+    server.wait_for(lambda metrics: metrics["vllm:kvpact_leases_held"] == metrics["vllm:num_requests_running"] == 0)
+    assert all(now <= then + 4 for now, then in zip(taken(server), at_first, strict=True)), (taken(server), at_first)
+    answers = crowd(server, lambda: server.process.send_signal(signal.SIGTERM))
+    assert all(answer.finish_reason == "length" for answer in answers)
+    assert server.process.wait(60) == 0
+    counts = json.loads(stats.read_text())
+    assert counts["leases_held"] == counts["hook_errors"] == 0
+    ours = [line for line in server.log.read_text().splitlines() if "kvpact" in line]
+    assert len(ours) <= MOST_LINES, "\n".join(ours)
