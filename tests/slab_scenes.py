@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from at_the_end import at_the_end
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import BlockBuffer, Entry, chained, leading
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.slab import PAGE_BYTES, SLAB_FORMAT, SLAB_MAGIC, Superblock
 from kvpact.tiers.disk.tier import DiskTier
 
 SLOT = 8192
@@ -141,6 +144,16 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 
 def layout(path: Path) -> Superblock:
     return Superblock.decode(path.read_bytes()[:4096], path)
+
+
+def superblock_page(
+    text: bytes, slot_bytes: int = SLOT, table_slots: int = 64, digest: bytes = bytes(32), text_bytes: int | None = None
+) -> bytes:
+    """A page that begins as a slab does, with the right checksum over whatever it says."""
+    fixed = struct.pack("<8sIIQQ32s", SLAB_MAGIC, SLAB_FORMAT, 0, slot_bytes, table_slots, digest)
+    size = (len(text) if text_bytes is None else text_bytes).to_bytes(4, "little")
+    checked = (fixed + size + text).ljust(PAGE_BYTES - 24, b"\0")
+    return checked + struct.pack("<QQQ", xxhash.xxh3_64_intdigest(checked), 0, 0)
 
 
 def header_at(slot: int) -> int:

@@ -6,7 +6,6 @@ from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from typing import Any, get_args, get_type_hints
 
-import msgspec
 import pytest
 
 from kvpact import __version__, wire
@@ -20,7 +19,7 @@ from kvpact.contract import (
     StoreRead,
     WorkerReport,
 )
-from kvpact.errors import ConfigError
+from kvpact.errors import ConfigError, DataError
 from kvpact.identity.keys import BlockKey
 from kvpact.memory.arena import SegmentAddress
 from kvpact.ranges import BlockRange, RangeSet
@@ -86,7 +85,7 @@ def test_a_message_of_another_install_is_refused_with_both_named(
 
 
 def test_what_is_cut_off_is_no_message() -> None:
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(DataError):
         wire.decode(wire.encode(REPORT)[:-1], WorkerReport)
 
 

@@ -16,9 +16,20 @@ class TierError(KvpactError):
     """A tier cannot be used (missing directory, full disk, foreign data); the engine serves on without it."""
 
 
+class DataError(KvpactError, ValueError):
+    """What a file, a store or a peer sent is not what it should be: it counts as not there. All decoders raise this."""
+
+
 class WeightsVersionRefused(KvpactError, ValueError):
     """A word for the weights that is refused; the engine keeps its current epoch."""
 
 
 class PactViolation(KvpactError, AssertionError):
     """A side broke the contract or a structure lost an invariant: a defect, never a user's mistake."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed, for people; the type of an error that nobody meant for them stands before its text."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) if isinstance(error, KvpactError) else f"{type(error).__name__}: {error}"

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from kvpact.errors import TierError
+from kvpact.border import json_object
+from kvpact.errors import DataError, TierError
 
 logger = logging.getLogger(__name__)
 
@@ -264,10 +265,9 @@ class CacheFile:
             return {}
         try:
             with OwnFolder.again(self.path.parent.parent, PRIVATE, self.path.parent.name) as folder:
-                content = json.loads(_read_if_ours(folder.held / self.path.name))
-        except (OSError, NotOurs, ValueError, RecursionError):
+                return json_object(_read_if_ours(folder.held / self.path.name))
+        except (OSError, NotOurs, DataError):
             return {}
-        return content if isinstance(content, dict) else {}
 
     def write(self, content: Mapping[str, object]) -> None:
         """Replace the object. Raises OSError and NotOurs."""

@@ -8,10 +8,13 @@ with the forward pass that should hide them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 COMM_BYTES = 15
 """Bytes of a thread's name that the kernel keeps."""
@@ -50,7 +53,10 @@ def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
         with contextlib.suppress(OSError):  # a cpuset may forbid it; the thread then stays where it is
             if cpus:
                 os.sched_setaffinity(0, cpus)
-        target()
+        try:
+            target()
+        except Exception:
+            logger.exception("kvpact: the thread %s has ended by an error; what it did is not done any more", name)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

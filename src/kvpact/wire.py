@@ -14,7 +14,7 @@ import msgspec
 
 from kvpact import __version__
 from kvpact.contract import StepWork, WorkerReport
-from kvpact.errors import ConfigError
+from kvpact.errors import ConfigError, DataError
 from kvpact.memory.arena import SegmentAddress
 
 Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment")
@@ -109,7 +109,7 @@ def encode(message: StepMessage | WorkerHandshake | WorkerReport | LentSegment) 
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """The message. Raises ConfigError if another install made it, msgspec.DecodeError if it is not a `kind`."""
+    """The message. Raises ConfigError if another install made it, DataError if it is not a `kind`."""
     if payload == _SILENT and isinstance(_SILENCE, kind):
         return _SILENCE
     what, decoder = _KINDS[kind]
@@ -120,7 +120,10 @@ def decode(payload: bytes, kind: type[Message]) -> Message:
             f"{_HEADER.decode().strip()}, from {Path(__file__).parent}: install the same release of kvpact for all of "
             "the engine's processes, on each of its machines"
         )
-    message: Message = decoder.decode(memoryview(payload)[len(_HEADER) :])
+    try:
+        message: Message = decoder.decode(memoryview(payload)[len(_HEADER) :])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DataError(f"{what} cannot be understood: {error}") from None
     return message
 
 

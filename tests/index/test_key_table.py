@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import numpy as np
@@ -118,3 +119,62 @@ def test_keys_that_may_repeat_are_told_from_those_that_cannot() -> None:
     assert not may_repeat(table.names(KEYS["digests"]))
     assert may_repeat(table.names([*KEYS["digests"], KEYS["digests"][7]]))
     assert may_repeat(table.names(KEYS["one word"])), "they differ, but only all of their bytes show it"
+
+
+class Counted(bytes):
+    """A key that counts what it is compared with."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__
+
+
+def of_words(first: int, last: int, number: int) -> bytes:
+    """A key with this first and last word."""
+    return first.to_bytes(8, "little") + number.to_bytes(16, "big") + last.to_bytes(8, "little")
+
+
+def tried_out(fixed: int) -> Callable[[int], bytes]:
+    """Keys of which the XOR of first and last word has these bits 0: somebody tried 2^40 for each."""
+
+    def make(number: int) -> bytes:
+        chance = random.Random(number)
+        first = chance.getrandbits(64)
+        return of_words(first, first ^ (chance.getrandbits(64) & ~fixed), number)
+
+    return make
+
+
+CHOSEN = {
+    "first and last four bytes": lambda number: b"1234" + random.Random(number).randbytes(24) + b"1234",
+    "low bits": tried_out((1 << 40) - 1),
+    "high bits": tried_out((1 << 64) - (1 << 24)),
+    "bits in the middle": tried_out(((1 << 40) - 1) << 12),
+}
+
+
+@pytest.mark.parametrize("chosen", list(CHOSEN))
+def test_h110_whichever_keys_a_client_chooses_a_lookup_compares_few(chosen: str) -> None:
+    """Of 2,000 keys, half of them stored: 1.2 comparisons each on average, at most some by chance."""
+    table = KeyTable(1001)
+    keys = [CHOSEN[chosen](number) for number in range(2000)]
+    table.add_names(table.names(keys[:1000]), slice(0, 1000))
+    Counted.comparisons = 0
+    assert [table.find(Counted(key)) for key in keys] == [*range(1000), *[NONE] * 1000]
+    assert Counted.comparisons < 2 * len(keys)
+    assert table.find_each(table.names(keys)).tolist() == [*range(1000), *[NONE] * 1000]
+    assert sorted(table.lists()) == list(range(1000))
+
+
+def test_h110_each_table_draws_a_secret_of_its_own() -> None:
+    keys = [digest(number) for number in range(100)]
+    orders = set()
+    for _ in range(2):
+        table = KeyTable(101)
+        table.add_names(table.names(keys), slice(0, 100))
+        orders.add(tuple(table.lists()))
+    assert len(orders) == 2

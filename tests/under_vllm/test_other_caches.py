@@ -124,6 +124,11 @@ class NoCache:
         assert not isinstance(self, ExternalCache)
 
 
+def broken_cache(spec: CacheSpec) -> ExternalCache:
+    """Another author's defect."""
+    raise ZeroDivisionError("no slots")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -131,6 +136,7 @@ class NoCache:
         ({"cache": "no_such_module:MinimalCache"}, "No module named 'no_such_module'; name a module"),
         ({"cache": "minimal_cache:NoCache"}, "has no attribute 'NoCache'; name a module"),
         ({"cache": f"{__name__}:NoCache"}, "made a NoCache; a kvpact.contract.ExternalCache is needed"),
+        ({"cache": f"{__name__}:broken_cache"}, "makes no cache: ZeroDivisionError: no slots"),
         ({"cache": f"{__name__}:BLOCKS"}, "is a int; a class or function is needed"),
         ({"tiers": ["disk:///nowhere?capacity=1GiB"]}, "excludes other settings: tiers"),
         ({"match_at": "step"}, "excludes other settings: tiers"),

@@ -18,7 +18,7 @@ from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.weights_watch import WeightsWatch
 from kvpact.config import KvpactConfig
 from kvpact.contract import CacheSpec, ExternalCache, SupportsStepLookup
-from kvpact.errors import ConfigError
+from kvpact.errors import ConfigError, reason_of
 from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.base_weights import BaseWeights
 from kvpact.identity.groups import GroupSet
@@ -199,7 +199,12 @@ def attach_all(hellos: Sequence[WorkerHandshake]) -> tuple[Arena, Sequence[Arena
 
 def _cache_of_another(name: str, spec: CacheSpec) -> ExternalCache:
     """What the class or function `name` makes. Raises ConfigError if there is none, or it makes no cache."""
-    cache = _find_factory(name)(spec)
+    try:
+        cache = _find_factory(name)(spec)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f'"cache": "{name}" makes no cache: {reason_of(error)}') from error
     if not isinstance(cache, ExternalCache):
         raise ConfigError(f'"cache": "{name}" made a {type(cache).__name__}; a kvpact.contract.ExternalCache is needed')
     return cache
@@ -209,10 +214,10 @@ def _find_factory(name: str) -> Callable[[CacheSpec], object]:
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # another author's module
         raise ConfigError(
-            f'"cache": "{name}" cannot be loaded: {error}; name a module that the engine\'s Python can import, and a '
-            "class or function in it"
+            f'"cache": "{name}" cannot be loaded: {reason_of(error)}; name a module that the engine\'s Python can '
+            "import, and a class or function in it"
         ) from error
     if not callable(factory):
         raise ConfigError(f'"cache": "{name}" is a {type(factory).__name__}; a class or function is needed')

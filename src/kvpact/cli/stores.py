@@ -5,7 +5,6 @@ Owns the tables and their texts. The tiers read and remove; no credential is sho
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,11 @@ from typing import Any, Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
+from kvpact.border import json_object
 from kvpact.cache.stats_file import stats_files
 from kvpact.cli.screen import age, console, print_json, progress, table
 from kvpact.cli.slabs import show_damage
-from kvpact.errors import ConfigError, TierError
+from kvpact.errors import ConfigError, DataError, TierError
 from kvpact.metrics import TIER_LABELS, series
 from kvpact.own_files import OwnFolder
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
@@ -294,13 +294,11 @@ def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:
 
 def _read_stats(path: Path) -> dict[str, float]:
     try:
-        found = json.loads(path.read_text())
+        found = json_object(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give an engine's stats_file") from None
-    except ValueError:
-        raise ConfigError(f"{path} is not JSON; give an engine's stats_file") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no counts; give an engine's stats_file")
+    except DataError as error:
+        raise ConfigError(f"{path} holds no counts; give an engine's stats_file ({error})") from None
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 

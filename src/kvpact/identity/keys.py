@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from blake3 import blake3
 
+from kvpact.border import json_object
+from kvpact.errors import DataError
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 
 if TYPE_CHECKING:
@@ -272,11 +274,12 @@ class Namespace:
         return json.dumps(dict(sorted(self.fields.items())), separators=(",", ":"), ensure_ascii=True)
 
     @classmethod
-    def parse(cls, text: str) -> Namespace:
-        """Inverse of `describe`. Raises ValueError if `text` is not a JSON object of strings."""
-        fields = json.loads(text)
-        if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
-            raise ValueError(f"a namespace is a JSON object of strings, not {text[:80]!r}")
+    def parse(cls, text: bytes | str) -> Namespace:
+        """Inverse of `describe`. Raises DataError if `text` is not a JSON object of strings."""
+        found = json_object(text)
+        fields = {name: value for name, value in found.items() if isinstance(value, str)}
+        if len(fields) < len(found):
+            raise DataError(f"a namespace is a JSON object of strings, not {text[:80]!r}")
         return cls(fields)
 
     def differences(self, other: Namespace) -> list[str]:

@@ -6,6 +6,7 @@ Owns the keys' bytes and the table. Knows no chains and no states; its owner say
 from __future__ import annotations
 
 import mmap
+import secrets
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
@@ -28,16 +29,11 @@ Names: TypeAlias = NDArray[np.uint64]
 """Keys as numbers, an array of shape (keys, 4)."""
 
 _WORDS: Final = KEY_BYTES // 8
-_HALVES: Final = KEY_BYTES // 4
-
-_SPREAD: Final = 0x9E3779B1
-"""Odd, its bits in no order: what only differs in a few bits gets different lists, too (Knuth's golden ratio)."""
-
-_WHOLE: Final = 0xFFFFFFFF
+_WHOLE: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 _ONE_BY_ONE: Final = 24
 """Keys that are not the first of their lists are followed one by one up to this number."""
-_ENDS = struct.Struct(f"<I{KEY_BYTES - 8}xI").unpack
+_ENDS = struct.Struct(f"<Q{KEY_BYTES - 16}xQ").unpack
 
 
 def zeros(rows: int, kind: str) -> tuple[NDArray[np.int_], memoryview]:
@@ -52,14 +48,19 @@ def zeros(rows: int, kind: str) -> tuple[NDArray[np.int_], memoryview]:
 class KeyTable:
     """The keys of rows. 44 to 52 bytes a row: a key, a link, and a table of two to four entries a row.
 
-    Keys are digests, so a few of their bytes are the hash; the first and the last ones, so that a test's keys differ,
-    too. Those with one hash form a list that starts in the table and goes on from row to row. A row leaves its list at
-    once, so that nothing is left behind to be cleared up, however often rows change their keys. Where keys have one
-    hash, a lookup compares all of them. Every key has 32 bytes.
+    Clients choose what a key is the digest of, and may try out many (H110). So the hash has a secret: the first word
+    XOR the last one, times an odd number that each table draws and nobody stores, and of that the top bits. Whichever
+    two keys somebody chose, they have one hash with a probability of at most 2 in the number of lists (multiply-shift
+    hashing, Dietzfelbinger 1997), unless all 64 bits of that XOR agree, which takes 2^32 tries for each pair and 2^57
+    for a list of ten. A key's complement, the hidden key, has its hash.
+
+    Keys with one hash form a list that starts in the table and goes on from row to row. A row leaves its list at once,
+    so that nothing is left behind to be cleared up, however often rows change their keys. Where keys have one hash, a
+    lookup compares all of them. Every key has 32 bytes.
     """
 
-    __slots__ = ("_bytes", "_count", "_halves", "_heads", "_heads_each", "_next", "_next_each", "_records",
-                 "_shift", "_words")  # fmt: skip
+    __slots__ = ("_bytes", "_count", "_factor", "_heads", "_heads_each", "_next", "_next_each", "_records",
+                 "_shift", "_words", "_words_each")  # fmt: skip
 
     def __init__(self, num_rows: int) -> None:
         """No row has a key. The last row must never get one."""
@@ -67,10 +68,11 @@ class KeyTable:
             raise ValueError(f"an index has at most {MAX_ROWS} rows, not {num_rows}")
         self._bytes = mmap.mmap(-1, num_rows * KEY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._words: Names = np.frombuffer(self._bytes, np.uint64).reshape(num_rows, _WORDS)
-        self._halves = memoryview(self._bytes).cast("I")
+        self._words_each = memoryview(self._bytes).cast("Q")
         self._records = np.frombuffer(self._bytes, f"V{KEY_BYTES}")
         bits = 1 + max(1, (num_rows - 1).bit_length())
-        self._shift = 32 - bits
+        self._shift = 64 - bits
+        self._factor = secrets.randbits(64) | 1
         self._heads_each, self._heads = zeros(1 << bits, "i4")  # row + 1; 0 for none
         self._next_each, self._next = zeros(num_rows, "i4")
         self._count = 0
@@ -84,7 +86,7 @@ class KeyTable:
     def find(self, key: BlockKey) -> int:
         """The row of a key; NONE if it is unknown."""
         first, last = _ENDS(key)
-        row: int = self._heads[((first ^ last) * _SPREAD & _WHOLE) >> self._shift] - 1
+        row: int = self._heads[((first ^ last) * self._factor & _WHOLE) >> self._shift] - 1
         stored, following = self._bytes, self._next
         while row >= 0:
             at = row * KEY_BYTES
@@ -103,7 +105,7 @@ class KeyTable:
         at = row * KEY_BYTES
         self._bytes[at : at + KEY_BYTES] = key
         first, last = _ENDS(key)
-        bucket = ((first ^ last) * _SPREAD & _WHOLE) >> self._shift
+        bucket = ((first ^ last) * self._factor & _WHOLE) >> self._shift
         self._next[row] = self._heads[bucket]
         self._heads[bucket] = row + 1
         self._count += 1
@@ -124,8 +126,8 @@ class KeyTable:
         following[link - 1] = following[row]
 
     def _bucket(self, row: int) -> int:
-        at = row * _HALVES
-        return ((self._halves[at] ^ self._halves[at + _HALVES - 1]) * _SPREAD & _WHOLE) >> self._shift
+        at, words = row * _WORDS, self._words_each
+        return ((words[at] ^ words[at + _WORDS - 1]) * self._factor & _WHOLE) >> self._shift
 
     # Many keys
 
@@ -166,11 +168,10 @@ class KeyTable:
         return False
 
     def _buckets(self, names: Names) -> RowArray:
-        halves = names.view(np.uint32)
-        buckets = halves[:, 0] ^ halves[:, -1]
-        buckets *= np.uint32(_SPREAD)
-        buckets >>= np.uint32(self._shift)
-        return buckets.astype(np.int64)
+        buckets = names[:, 0] ^ names[:, -1]
+        buckets *= np.uint64(self._factor)
+        buckets >>= np.uint64(self._shift)
+        return buckets.view(np.int64)
 
     def _tell_apart(self, rows: RowArray, there: bytes, sought: bytes) -> None:
         """Go on from rows whose keys have only their first words in common with those that are sought."""

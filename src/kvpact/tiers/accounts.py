@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from kvpact.errors import reason_of
 from kvpact.tiers.base import TierCounts, TierHealth
 from kvpact.tiers.log_once import LogOnce
 
@@ -47,6 +50,14 @@ class Accounts:
         self.count(failed_reads=kind == "read")
         self._errors[kind] = message
         self.warn_once(kind, message)
+
+    @contextmanager
+    def contained(self, kind: str, what: str) -> Iterator[None]:
+        """A context that ends with whatever goes wrong in it, which is noted: `what` "cannot be done"."""
+        try:
+            yield
+        except Exception as error:
+            self.note_failed(kind, f"{what}: {reason_of(error)}")
 
     def note_works(self, kind: str) -> None:
         """The operation works again."""

@@ -16,7 +16,7 @@ import xxhash
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from kvpact.errors import KvpactError, PactViolation
+from kvpact.errors import DataError, PactViolation
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import KEY_BYTES, BlockKey
 
@@ -72,7 +72,7 @@ def new_run() -> bytes:
     return os.urandom(RUN_BYTES)
 
 
-class RecordError(KvpactError):
+class RecordError(DataError):
     """Stored bytes are not the expected record; the message says why. Always a miss, never served."""
 
 

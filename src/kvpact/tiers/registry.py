@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, TypeAlias, cast
 
-from kvpact.errors import ConfigError, TierError
+from kvpact.errors import ConfigError, TierError, reason_of
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.backends import BACKEND_OF, BACKENDS, ENTRY_POINTS
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
@@ -60,18 +60,25 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     Raises:
         TierError: one line for people; the engine goes on without this tier.
     """
+    try:
+        tier = _opened(url, place)
+    except TierError:
+        raise
+    except Exception as error:  # what a file, a store or another package brings must not end the engine
+        raise TierError(f"cannot open {url}: {reason_of(error)}") from error
+    if not isinstance(tier, Tier):
+        raise TierError(f"what opens {url} makes a {type(tier).__name__}; a kvpact.tiers.base.Tier is needed")
+    return tier
+
+
+def _opened(url: TierURL, place: TierContext) -> object:
     backend = BACKEND_OF.get(url.scheme)
     if backend is not None and not backend.shared:
         return cast(OpenTier, resolve_name(backend.opener))(url, place)
     if backend is not None:
         return SharedTier(open_store(url), place.namespace, place.slot_bytes, seal=place.seal)
     for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):
-        try:
-            return cast(OpenTier, entry.load())(url, place)
-        except TierError:
-            raise
-        except Exception as error:  # another package's error must not end the engine
-            raise TierError(f"{entry.value} cannot open {url}: {type(error).__name__}: {error}") from error
+        return cast(OpenTier, entry.load())(url, place)
     raise TierError(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
 
 

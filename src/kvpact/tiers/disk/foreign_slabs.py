@@ -50,11 +50,10 @@ class ForeignSlabs:
         for slab in gone:
             if slab not in kept:
                 slab.close()
+        self._accounts.note_works("look")
         for slab in self._slabs:
-            try:
+            with self._accounts.contained("look", f"cannot read {slab.path}"):
                 slab.scan(stopped)
-            except OSError as error:
-                self._accounts.note_failed("read", f"cannot read {slab.path}: {error.strerror}")
 
     def _open(self, path: Path) -> ForeignSlab | None:
         return ForeignSlab.open(

@@ -30,7 +30,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from kvpact.errors import TierError
+from kvpact.errors import DataError, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import PRIVATE, Access, replace_own, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
@@ -60,7 +60,7 @@ _OWNER_AT = PAGE_BYTES - _OWNER.size
 _CHECKSUM_AT = _OWNER_AT - _CHECKSUM.size
 
 
-class SuperblockError(TierError):
+class SuperblockError(TierError, DataError):
     """The file begins as a slab of this format, but its superblock is damaged."""
 
 
@@ -155,7 +155,10 @@ class Superblock:
         if xxhash.xxh3_64_intdigest(raw[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(raw, _CHECKSUM_AT)[0]:
             raise SuperblockError(f"{path} has a damaged superblock: its checksum does not match")
         size = int.from_bytes(raw[_FIXED.size : _FIXED.size + 4], "little")
-        namespace = Namespace.parse(raw[_FIXED.size + 4 : _FIXED.size + 4 + size].decode())
+        try:
+            namespace = Namespace.parse(raw[_FIXED.size + 4 : _FIXED.size + 4 + size])
+        except DataError as error:
+            raise SuperblockError(f"{path} has a superblock without a namespace: {error}") from None
         if namespace.digest != digest:
             raise SuperblockError(f"{path} names its namespace {digest.hex()[:16]} but describes {namespace.name}")
         return cls(slot_bytes, table_slots, namespace, *_OWNER.unpack_from(raw, _OWNER_AT))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from kvpact.errors import TierError
+from kvpact.errors import TierError, reason_of
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import State
 from kvpact.tiers.disk.slab_content import SlabContent
@@ -61,12 +61,12 @@ class SlabSize:
             self._directory.grow(self._slab, needed, generous, LOCK_TIMEOUT_S)
             self._accounts.note_works("room")
         except (OSError, TierError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
             if isinstance(error, NoRoomYet):
                 self._content.lose(lambda: self._index.withdraw_slots(self._slab.slots))
             else:
                 self._growth_failed_at = time.monotonic()
-            self._accounts.note_failed("room", f"cannot grow {self._slab.path}: {reason}; it serves what it has")
+            why = f"cannot grow {self._slab.path}: {reason_of(error)}"
+            self._accounts.note_failed("room", f"{why}; it serves what it has")
 
     @property
     def file_bytes(self) -> int:

@@ -249,19 +249,16 @@ class DiskTier(Tier):
         """
         with self._tending, self._uses.one() as running:
             if running and not self._stopped.is_set() and not (self.own is not None and self.own.slab.closed):
-                try:
+                with self._accounts.contained("share", f"cannot share {self._directory.path}"):
                     if self.own is not None:
                         self.own.content.read_on(self._stopped.is_set)
                         if self.own.content.reading:
                             return
-                    self._take_share()
-                    self._accounts.note_works("share")
-                except DirectoryBusy:
-                    pass  # another engine's file grows; the next look will do
-                except (OSError, TierError) as error:
-                    reason = error.strerror if isinstance(error, OSError) else str(error)
-                    self._accounts.note_failed("share", f"cannot share {self._directory.path}: {reason}")
-                self._others.look(self.own, self._stopped.is_set)
+                    with suppress(DirectoryBusy):  # another engine's file grows; the next look will do
+                        self._take_share()
+                        self._accounts.note_works("share")
+                with self._accounts.contained("look", f"cannot look at the slabs in {self._directory.path}"):
+                    self._others.look(self.own, self._stopped.is_set)
 
     def _opened(self, slab: Slab) -> OwnSlab:
         """Take over an open slab, which is closed if that fails. Raises OSError."""

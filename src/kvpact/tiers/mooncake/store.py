@@ -198,7 +198,7 @@ class MooncakeStore(RecordStore):
     def usage(self) -> StoreUsage:
         """See `RecordStore`: usage of the whole pool by all its users."""
         usage = StoreUsage()
-        with suppress(StoreError, KeyError, ValueError):
+        with suppress(StoreError, LookupError, ValueError, ArithmeticError):
             numbers = dict(line.rsplit(" ", 1) for line in self.ask_master("/metrics").splitlines() if " " in line)
             used, capacity = numbers["master_allocated_bytes"], numbers["master_total_capacity_bytes"]
             usage = StoreUsage(int(float(used)), int(float(capacity)))

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from kvpact.errors import PactViolation
+from kvpact.errors import DataError, PactViolation
 from kvpact.tiers.shared.store import RecordPieces
 
 PACK_MAGIC: Final = b"kvpactPK"
@@ -42,7 +42,7 @@ PackVersion: TypeAlias = Mapping[str, str]
 """A store's id of one version of an object, its "e_tag" and "version", to read or replace only that version."""
 
 
-class PackError(ValueError):
+class PackError(DataError):
     """An object is no pack of this format, or its table is damaged: it counts as empty."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
+from kvpact.errors import reason_of
 from kvpact.tiers.redis.connections import Address, Connection, ErrorReply, Moved, Pool, Reply
 from kvpact.tiers.redis.servers import Servers
 from kvpact.tiers.shared.store import StoreError
@@ -88,8 +89,8 @@ class Batches:
                     message = f"no answer within {self._timeout:g} s"
                 case StoreError() | OSError() | ErrorReply() | ValueError():
                     message = str(error) or type(error).__name__
-                case _:
-                    raise
+                case _:  # an answer that our code did not expect
+                    message = reason_of(error)
             raise StoreError(f"{self.place}: {message}") from None
 
 

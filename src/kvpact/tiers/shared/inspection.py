@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvpact.errors import DataError
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, RecordMac, written_in_older_format
 from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordStore, StoredRecord, headers_of, key_of
@@ -95,10 +96,9 @@ def _fields(store: RecordStore, name: str) -> Mapping[str, str]:
     raw = bytearray(size)
     if store.read([name], [[memoryview(raw)]]) != [True]:
         return {}
-    try:
-        return dict(Namespace.parse(raw.decode()).fields)
-    except ValueError:
-        return {}
+    with suppress(DataError):
+        return Namespace.parse(bytes(raw)).fields
+    return {}
 
 
 def verify_store(store: RecordStore, seal: RecordMac, progress: Callable[[int, int], object]) -> StoreReport:
