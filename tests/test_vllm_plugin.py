@@ -105,3 +105,54 @@ def test_a_vllm_without_that_module_goes_on(vllm: Path) -> None:
     vllm.unlink()
     tried = f"try:\n    import {MODULE}\nexcept ModuleNotFoundError as error:\n    print(error)"
     assert said(vllm, "register()", tried) == f"No module named '{MODULE}'"
+
+
+CONFIG = """
+class Named:
+    def __init__(self, name):
+        self.kv_connector = name
+
+    def __repr__(self):
+        return self.kv_connector
+
+
+class VllmConfig:
+    def __init__(self, name, offloads):
+        self.kv_transfer_config = Named(name) if name else None
+        self.offloads = offloads
+        self._post_init_kv_transfer_config()
+
+    def _post_init_kv_transfer_config(self):
+        if self.offloads:
+            self.kv_transfer_config = Named("OffloadingConnector")
+"""
+TRIED = """
+from vllm.config.vllm import VllmConfig
+for name, offloads in (("PactConnector", True), ("PactConnector", False), (None, True), ("Theirs", True)):
+    try:
+        print(VllmConfig(name, offloads).kv_transfer_config)
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import vllm.config.vllm"], ids=["imported later", "there already"])
+def test_h103_another_setting_that_replaces_the_connector_is_refused(vllm: Path, before: str) -> None:
+    folder = vllm.parents[3] / "config"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "vllm.py").write_text(CONFIG)
+    first, *others = said(vllm, before, *["register()"] * 2, TRIED).splitlines()
+    assert first == (
+        "kvpact: --kv-transfer-config names PactConnector, and --kv-offloading-size puts OffloadingConnector in its "
+        "place: leave one of them out"
+    )
+    assert others == ["PactConnector", "OffloadingConnector", "OffloadingConnector"]
+
+
+def test_h103_a_vllm_that_decides_elsewhere_goes_on(vllm: Path) -> None:
+    folder = vllm.parents[3] / "config"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "vllm.py").write_text("class VllmConfig:\n    pass\n")
+    assert said(vllm, "register()", "import vllm.config.vllm", "register()", "print('goes on')") == "goes on"

@@ -17,7 +17,7 @@ import kvpact as kvpact_package
 from documents import block_with
 from kvpact import __version__
 from kvpact.cli.app import app
-from kvpact.cli.serve import what_copies
+from kvpact.cli.serve import TIME_TO_END, what_copies
 from kvpact.cli.vllm_command import with_classes_that_fit
 from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
@@ -28,8 +28,9 @@ from kvpact.tiers.disk.tier import DiskTier
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"
 WORKER = ["--worker-cls", "kvpact.vllm.worker.KvpactWorker"]
 SCHEDULER = ["--scheduler-cls", "kvpact.vllm.scheduler.pact_scheduler"]
-OURS = [*WORKER, *SCHEDULER]
-TWO_OPTIONS = f"kvpact: start vLLM with {' '.join(OURS)} too, as kvpact serve does\n"
+END = ["--shutdown-timeout", "20"]
+OURS = [*WORKER, *SCHEDULER, *END]
+OUR_OPTIONS = f"kvpact: start vLLM with {' '.join(OURS)} too, as kvpact serve does\n"
 KVPACT = Path(sys.executable).with_name("kvpact")
 
 
@@ -66,7 +67,7 @@ def test_version_and_help_answer_in_the_installed_command() -> None:
 def test_config_prints_what_vllm_takes() -> None:
     result = kvpact("config", "--memory", "2GiB", "--tier", DISK, "--tier", "disk:///b?capacity=1GiB")
     assert result.exit_code == 0
-    assert result.stderr == TWO_OPTIONS
+    assert result.stderr == OUR_OPTIONS
     assert json.loads(result.stdout) == {
         "kv_connector": "PactConnector",
         "kv_connector_module_path": "kvpact.vllm",
@@ -106,11 +107,11 @@ SECRET_TIERS = ("redis://user:hunter2@cache:6379/0", DISK)
 
 
 def shown_and_said(*arguments: object) -> tuple[dict[str, Any], str]:
-    """What `kvpact config` gives the engine, and what it says beside, but for vLLM's other two options."""
+    """What `kvpact config` gives the engine, and what it says beside, but for vLLM's other options."""
     result = kvpact("config", *arguments)
     assert result.exit_code == 0
     assert "hunter2" not in result.stdout + result.stderr
-    return json.loads(result.stdout)["kv_connector_extra_config"], result.stderr.removeprefix(TWO_OPTIONS)
+    return json.loads(result.stdout)["kv_connector_extra_config"], result.stderr.removeprefix(OUR_OPTIONS)
 
 
 def test_h85_config_prints_no_secret_and_names_the_variable_that_the_engine_inherits(
@@ -219,7 +220,7 @@ def test_serve_says_it_before_vllm_says_anything(fake_vllm: Path) -> None:
     path = os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "KVPACT_GPU": "off"}
     done = subprocess.run([KVPACT, "serve", "m"], capture_output=True, text=True, timeout=60, env=environment)
-    assert done.stderr == f"{what_copies('off')}\n"
+    assert done.stderr.splitlines() == [what_copies("off"), TIME_TO_END]
 
 
 def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm: Path, tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_serve_names_the_worker_that_says_when_weights_change(fake_vllm: Path, t
     file.write_text("port: 1\nworker-cls: mine.Worker\n")
     for own in (["--worker-cls=mine.Worker"], ["--worker_cls", "mine.Worker"], ["--", "--config", str(file)]):
         argv, _ = serve(fake_vllm, "m", *own)
-        assert argv[4:] == [*SCHEDULER, *(argument for argument in own if argument != "--")]
+        assert argv[4:] == [*SCHEDULER, *END, *(argument for argument in own if argument != "--")]
     file.write_text("port: 1\n")
     argv, _ = serve(fake_vllm, "m", "--", f"--config={file}")
     assert argv[4:] == [*OURS, f"--config={file}"]
@@ -241,7 +242,7 @@ def test_serve_names_the_scheduler_that_says_what_it_does_not_take(fake_vllm: Pa
     file.write_text("scheduler-cls: mine.Scheduler\n")
     for own in (["--scheduler-cls", "mine.S"], ["--scheduler_cls=mine.S"], ["--", "--config", str(file)]):
         argv, _ = serve(fake_vllm, "m", *own)
-        assert argv[4:] == [*WORKER, *(argument for argument in own if argument != "--")]
+        assert argv[4:] == [*WORKER, *END, *(argument for argument in own if argument != "--")]
 
 
 def test_our_classes_are_named_only_where_they_fit_the_platform_and_the_release() -> None:
@@ -250,8 +251,8 @@ def test_our_classes_are_named_only_where_they_fit_the_platform_and_the_release(
     own = ["--worker-cls", "mine.Worker", "--scheduler-cls", "mine.Scheduler"]
     for platform, version, kept in (
         (known, "0.32.1+cpu", OURS),
-        (known, "0.99.0", WORKER),  # a release that nobody has looked at may hand other things to its scheduler
-        (unknown, "0.32.0", []),  # a platform that kvpact does not know may choose classes of its own
+        (known, "0.99.0", [*WORKER, *END]),  # a release that nobody has looked at: its scheduler may be another
+        (unknown, "0.32.0", END),  # a platform that kvpact does not know may choose classes of its own
     ):
         arguments = ["serve", "m", *OURS, "--port", "1"]
         assert with_classes_that_fit(arguments, platform, version) == ["serve", "m", *kept, "--port", "1"]
@@ -259,7 +260,7 @@ def test_our_classes_are_named_only_where_they_fit_the_platform_and_the_release(
 
 
 def test_serve_becomes_the_command_that_the_readme_shows(fake_vllm: Path) -> None:
-    """Its two ways to start are one: the same three options."""
+    """Its two ways to start are one: the same four options."""
     (ours,) = (line for line in block_with("README.md", "kvpact serve").text.splitlines() if line.startswith("kvpact"))
     expanded = block_with("README.md", "vllm serve MODEL").text.replace("\\\n", " ")
     argv, _ = serve(fake_vllm, *shlex.split(ours)[2:])
@@ -290,11 +291,43 @@ def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(fak
     assert [tier.url for tier in config.tiers] == [DISK, secret]
 
 
-@pytest.mark.parametrize(
-    "argument", ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_connector=X"]
-)
-def test_serve_refuses_a_second_connector(argument: str) -> None:
-    assert "--kv-transfer-config is what kvpact serve writes" in refusal("serve", "m", "--port", "1", argument)
+REFUSED = {
+    "kv-transfer-config": "--kv-transfer-config is what kvpact serve writes",
+    "kv-offloading-size": "--kv-offloading-size puts vLLM's own connector in the place of kvpact's",
+}
+
+
+@pytest.mark.parametrize(("option", "why"), REFUSED.items())
+def test_h103_serve_refuses_what_chooses_a_connector_too(option: str, why: str, tmp_path: Path) -> None:
+    """In every form in which vLLM's parser takes it. vLLM goes by the last of two settings, without a word."""
+    low = option.replace("-", "_")
+    for argument in (f"--{option}", f"--{low}=1", f"--{option}.kv_connector=X", f"--{option[:-3]}"):
+        message = refusal("serve", "m", "--port", "1", argument)
+        assert message.startswith(why)
+        assert message.endswith("(in the command line)")
+    for key in (option, low, f'"{option}"'):
+        file = tmp_path / "vllm.yaml"
+        file.write_text(f"port: 1\n{key}:\n  kv_connector: OffloadingConnector\n")
+        message = refusal("serve", "m", "--", "--config", file)
+        assert message.startswith(why)
+        assert message.endswith(f"(in {file})")
+
+
+def test_h103_a_key_of_another_options_value_is_no_option(fake_vllm: Path, tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("additional-config:\n  kv-offloading-size: 1\n  worker-cls: x\n# kv-transfer-config: {}\n")
+    argv, _ = serve(fake_vllm, "m", "--", "--config", str(file))
+    assert argv[4:] == [*OURS, "--config", str(file)]
+
+
+def test_h105_serve_gives_vllm_time_to_end_unless_the_user_says_how_much(fake_vllm: Path, tmp_path: Path) -> None:
+    """With vLLM's own default, 0, an engine is killed in the second of its SIGTERM."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text("shutdown_timeout: 0\n")
+    for own in (["--shutdown-timeout", "0"], ["--shutdown_timeout=60"], ["--shutdown=5"], ["--config", str(file)]):
+        argv, _ = serve(fake_vllm, "m", "--", *own)
+        assert argv[4:] == [*WORKER, *SCHEDULER, *own]
+    assert serve(fake_vllm, "m")[0][4:] == OURS
 
 
 def test_serve_refuses_a_wrong_configuration_before_it_starts_anything() -> None:
@@ -308,7 +341,7 @@ def test_serve_refuses_an_old_release_in_one_line(fake_vllm: Path) -> None:
     done = subprocess.run([KVPACT, "serve", "m"], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     refused = "kvpact: vLLM 0.27.0 is installed, and kvpact serves 0.28 and later: install one of 0.28 to 0.33, which "
-    assert done.stderr.splitlines()[1:] == [f"{refused}are tested"]
+    assert done.stderr.splitlines()[2:] == [f"{refused}are tested"]
 
 
 def test_serve_wants_the_model_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvpact.tiers.disk.slab import PAGE_BYTES
 from kvpact.vllm import checks
 from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDULER
 from kvpact.vllm.connector import PactConnector
+from kvpact.vllm.plugin import register
 from kvpact.vllm.scheduler import KvpactScheduler, pact_scheduler
 from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
@@ -404,3 +406,31 @@ def test_an_engine_that_requires_kvpacts_classes_does_not_start_without_them(
         with pytest.raises(ConfigError, match=f'--worker-cls {KVPACT_WORKER}.*, or leave out "require": "all"$'):
             start(require="all", **settings)
     assert warnings(caplog) == []
+
+
+PACT = {"kv_connector": "PactConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        PACT,
+        {**PACT, "kv_connector_module_path": "kvpact.vllm"},
+        {**PACT, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [PACT]}},
+    ],
+    ids=["short", "with its module", "among others"],
+)
+def test_h103_vllms_own_offloading_beside_kvpact_is_refused(
+    transfer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would put its own connector in the place of the named one, without a word."""
+    from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    decides = "_post_init_kv_transfer_config"
+    monkeypatch.setattr(VllmConfig, decides, getattr(VllmConfig, decides))
+    register()
+    with pytest.raises(ValueError, match="names PactConnector, and --kv-offloading-size puts OffloadingConnector in"):
+        VllmConfig(kv_transfer_config=KVTransferConfig(**transfer), cache_config=CacheConfig(kv_offloading_size=1))
+    alone = VllmConfig(kv_transfer_config=KVTransferConfig(**transfer))
+    assert alone.kv_transfer_config.kv_connector == transfer["kv_connector"]

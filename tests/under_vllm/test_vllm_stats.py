@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.metrics import Metrics, MissReason
 from kvpact.vllm.stats import INTERVAL_SECONDS, PATIENCE_SECONDS, PactPromMetrics, PactStats, StatsCollector
+from vllm_played_engine import PlayedEngine, make_prompt
 
 
 def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
@@ -55,6 +60,62 @@ def test_steps_that_are_late_leave_the_counts_to_others_for_a_while() -> None:
     stats = collector.collect()  # there was no step with time, so a late one does it
     assert stats is not None
     assert stats.data == {"lookups": 3}
+
+
+def test_h115_before_the_engine_rests_all_counts_are_handed_over_in_one_more_step() -> None:
+    metrics, now = Metrics(), [10.0]
+    collector = StatsCollector(metrics.snapshot, lambda: now[0])
+
+    def wants_step() -> bool:
+        return collector.wants_step
+
+    assert not wants_step(), "there was no step"
+    collector.collect()
+    collector.collect()
+    metrics.add("lookups", 7)
+    assert collector.collect() is None, "the interval is not over"
+    assert wants_step()
+    assert wants_step(), "vLLM asks more than once before it steps"
+    stats = collector.collect()
+    assert stats is not None
+    assert stats.data["lookups"] == 7
+    assert not wants_step(), "the engine rests"
+    collector.collect()
+    assert wants_step()
+    now[0] += PATIENCE_SECONDS
+    assert not wants_step(), "nobody collects: the engine is not kept stepping"
+    metrics.add("lookups", 1)
+    now[0] += INTERVAL_SECONDS
+    last = collector.collect()
+    assert last is not None
+    assert last.data["lookups"] == 1
+
+
+def test_h115_after_a_burst_an_idle_engines_metrics_show_all_of_it(tmp_path: Path) -> None:
+    """The burst takes a part of the second for which vLLM gets counts once; then there is no step until a request."""
+    engine = PlayedEngine(tmp_path)
+    shown = PactStats()
+    update = engine.scheduler.update_from_output
+
+    def update_and_listen(scheduled: Any, output: Any) -> Any:
+        results = update(scheduled, output)
+        for outputs in results.values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                shown.aggregate(PactStats(data=outputs.scheduler_stats.kv_connector_stats))
+        return results
+
+    engine.scheduler.update_from_output = update_and_listen
+    for number in range(8):
+        engine.generate(make_prompt(number, 3))
+        assert shown.data["lookups"] == engine.counts["lookups"] == number + 1
+        assert shown.data["saved_blocks"] == engine.counts["saved_blocks"]
+        assert not engine.scheduler.has_requests()
+    engine.step()  # for a reason of the engine's own
+    assert engine.scheduler.has_requests()
+    engine.step()
+    assert not engine.scheduler.has_requests(), "one more step, and no second one"
+    engine.assert_at_rest()
+    engine.close()
 
 
 def test_every_count_has_a_series_on_the_endpoint() -> None:

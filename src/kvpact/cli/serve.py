@@ -22,6 +22,22 @@ from kvpact.vllm.compat.platforms import OUR_CLASSES
 
 COMMAND_LINE: Final = "the command line"
 
+OUR_OPTIONS: Final = {**OUR_CLASSES, "--shutdown-timeout": "20"}
+"""What vLLM is given beside `--kv-transfer-config`, unless the user gives it: kvpact's classes, and seconds for its end
+by SIGTERM, fewer than the 30 after which Kubernetes kills. With its own 0 vLLM ends without a word to connectors."""
+
+TIME_TO_END: Final = (
+    "kvpact: --shutdown-timeout 20: after SIGTERM vLLM has 20 s to end its requests, and kvpact to write what it owes "
+    "its tiers; with vLLM's own default, 0, neither is waited for"
+)
+"""What is said at the start when the option is kvpact's."""
+
+CONNECTOR_OPTIONS: Final = {
+    "--kv-transfer-config": "is what kvpact serve writes; leave it out, or run vllm serve with kvpact config's",
+    "--kv-offloading-size": "puts vLLM's own connector in the place of kvpact's; leave it out: host memory is --memory",
+}
+"""vLLM's options that choose a connector, and why a user cannot give them too."""
+
 RUN_BY_US: Final = "nothing yet"
 """What `make gpu` has been run on: device, driver and release of vLLM."""
 
@@ -45,27 +61,27 @@ def serve_model(
     """
     if model.startswith("-"):
         raise ConfigError(f"the model comes first: kvpact serve MODEL {model} ...")
-    for argument in vllm_arguments:
-        if argument.split("=")[0].split(".")[0].replace("_", "-") == "--kv-transfer-config":
-            raise ConfigError(
-                "--kv-transfer-config is what kvpact serve writes; leave it out, or run vllm serve with what "
-                "kvpact config prints"
-            )
+    given = {name: _place_of(name, vllm_arguments) for name in (*CONNECTOR_OPTIONS, *OUR_OPTIONS)}
+    for name, why in CONNECTOR_OPTIONS.items():
+        if given[name] is not None:
+            raise ConfigError(f"{name} {why} (in {given[name]})")
     environment = dict(os.environ)
     if config_file is not None:
         environment[CONFIG_FILE_VARIABLE] = str(config_file.absolute())
     settings = chosen_settings(memory, tiers)
     # Checked here, so that a mistake is one line and not a traceback of the engine.
     config = load_config(settings, environment, extra_source=COMMAND_LINE)
-    classes = [word for option in OUR_CLASSES.items() if not _names(option[0], vllm_arguments) for word in option]
+    options = [word for option in OUR_OPTIONS.items() if given[option[0]] is None for word in option]
     ours = load_config(settings, {})
     secrets = ours.secret_keys()
     if "tiers" in secrets:
         environment[f"{ENVIRONMENT_PREFIX}TIERS"] = " ".join(tier.url for tier in ours.tiers)
     connector = ours.to_connector_json(without=secrets)
-    command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *classes, *vllm_arguments]
+    command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *options, *vllm_arguments]
     sys.stdout.flush()
     print(what_copies(config.gpu), file=sys.stderr, flush=True)
+    if given["--shutdown-timeout"] is None:
+        print(TIME_TO_END, file=sys.stderr, flush=True)
     os.execve(command[0], command, environment)
 
 
@@ -83,21 +99,26 @@ def what_copies(gpu: str, root: Path = Path("/")) -> str:
     return f"kvpact: {where}. On a CPU kvpact copies; on a GPU {how}. Run by us on a GPU: {RUN_BY_US}"
 
 
-def _names(option: str, vllm_arguments: Sequence[str]) -> bool:
-    """Whether the user gives this option to vLLM, on the command line or in vLLM's own file of arguments."""
-    word = option.removeprefix("--").replace("-", "[-_]")
+def _place_of(option: str, vllm_arguments: Sequence[str]) -> str | None:
+    """Where the user gives this option to vLLM: on the command line or in vLLM's own file of arguments; None: nowhere.
+
+    vLLM's parser takes options with underscores, with a key behind a dot, and shortened.
+    """
     split = [argument.partition("=") for argument in vllm_arguments]
-    if any(name.replace("_", "-") == option for name, _, _ in split):
-        return True
+    places = {COMMAND_LINE: [name for name, _, _ in split]}
     followers = [*vllm_arguments[1:], ""]
     files = [
         value or follower for (name, _, value), follower in zip(split, followers, strict=False) if name == "--config"
     ]
     for file in files:
         with suppress(OSError, UnicodeDecodeError):  # vLLM will report it
-            if re.search(rf"^\s*{word}\s*:", Path(file).read_text(), re.MULTILINE):
-                return True
-    return False
+            keys = re.findall(r"""^["']?([\w.-]+)["']?\s*:""", Path(file).read_text(), re.MULTILINE)
+            places[file] = [f"--{key}" for key in keys]
+    for place, names in places.items():
+        words = (name.partition(".")[0].replace("_", "-") for name in names)
+        if any(len(word) > len("--") and option.startswith(word) for word in words):
+            return place
+    return None
 
 
 def _vllm_command() -> list[str]:

@@ -1,4 +1,4 @@
-"""`kvpact config`: the value of vLLM's `--kv-transfer-config`, without secrets, and vLLM's other two options.
+"""`kvpact config`: the value of vLLM's `--kv-transfer-config`, without secrets, and vLLM's other options.
 
 Owns the messages about secrets: every user of the machine can read vLLM's command line, and vLLM logs the value.
 """
@@ -9,14 +9,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvpact.cli.serve import COMMAND_LINE
+from kvpact.cli.serve import COMMAND_LINE, OUR_OPTIONS
 from kvpact.config import KvpactConfig, load_with_variables
 from kvpact.errors import ConfigError
-from kvpact.vllm.compat.platforms import OUR_CLASSES
 
 
 def print_configuration(settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None) -> None:
-    """Print the settings; on standard error kvpact's classes, and the variables from which the engine reads secrets.
+    """Print the settings; on standard error vLLM's other options, and the variables that hold the engine's secrets.
 
     Raises:
         ConfigError: the configuration is wrong, or a secret is on the command line, where no engine can read it.
@@ -25,8 +24,8 @@ def print_configuration(settings: Mapping[str, object], environ: Mapping[str, st
     refuse_secrets_of_the_command_line(config, variables)
     secrets = sorted(config.secret_keys())
     print(config.to_connector_json(without=secrets))
-    classes = " ".join(f"{option} {name}" for option, name in OUR_CLASSES.items())
-    print(f"kvpact: start vLLM with {classes} too, as kvpact serve does", file=sys.stderr)
+    beside = " ".join(f"{option} {value}" for option, value in OUR_OPTIONS.items())
+    print(f"kvpact: start vLLM with {beside} too, as kvpact serve does", file=sys.stderr)
     for key in secrets:
         print(
             f"kvpact: {key} holds a secret and is not printed; start vLLM with {variables[key]} in its environment",

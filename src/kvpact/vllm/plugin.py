@@ -1,14 +1,15 @@
-"""vLLM's plug-in: tells it the connector's name, so that `"kv_connector": "PactConnector"` needs no module path.
+"""vLLM's plug-in: tells it the connector's name, so that `"kv_connector": "PactConnector"` needs no module path, and
+has it refuse a configuration that names the connector and another one in its place.
 
 Entry point `kvpact` of the group `vllm.general_plugins`, which vLLM calls in each of its processes, also those of
-engines without kvpact. So it imports nothing: vLLM is told when it imports its list of connectors itself.
+engines without kvpact. So it imports nothing: what it changes it changes when vLLM imports those modules itself.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,11 +22,16 @@ FACTORY: Final = "vllm.distributed.kv_transfer.kv_connector.factory"
 """The module with vLLM's list of connectors. By itself it would bring a web framework, in seconds."""
 
 
+CONFIG: Final = "vllm.config.vllm"
+"""The module with `VllmConfig`, which may put another connector in the place of the one that a user named."""
+
+
 def register() -> None:
-    """Have vLLM know `PactConnector` by name. Idempotent; never raises."""
-    if (module := sys.modules.get(FACTORY)) is not None:
-        _tell(module)
-    elif not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
+    """Have vLLM know `PactConnector` by name, and leave it where it is named. Idempotent; never raises."""
+    for name, change in _CHANGES.items():
+        if (module := sys.modules.get(name)) is not None:
+            change(module)
+    if not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AtImport())
 
 
@@ -41,25 +47,52 @@ def _tell(module: Any) -> None:
         )
 
 
+def _keep_named(module: Any) -> None:
+    with suppress(AttributeError):  # vLLM decides elsewhere
+        config = module.VllmConfig
+        decide = config._post_init_kv_transfer_config
+        if decide.__module__ != __name__:
+            config._post_init_kv_transfer_config = _refusing(decide)
+
+
+def _refusing(decide: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`VllmConfig`'s method that chooses the connector, which then refuses to replace PactConnector."""
+
+    def decide_or_refuse(self: Any) -> None:
+        asked = self.kv_transfer_config
+        named = asked.kv_connector if "PactConnector" in str(asked) else None
+        decide(self)
+        if named is not None and (chosen := self.kv_transfer_config.kv_connector) != named:
+            raise ValueError(
+                f"kvpact: --kv-transfer-config names PactConnector, and --kv-offloading-size puts {chosen} "
+                "in its place: leave one of them out"
+            )
+
+    return decide_or_refuse
+
+
+_CHANGES: Final = {FACTORY: _tell, CONFIG: _keep_named}
+
+
 class _AtImport(MetaPathFinder):
-    """Runs `_tell` once the module has been imported."""
+    """Makes its change once a module of `_CHANGES` has been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != FACTORY:
+        if (change := _CHANGES.get(fullname)) is None:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
 
-        def run_and_tell(module: ModuleType) -> None:
+        def run_and_change(module: ModuleType) -> None:
             run(module)
-            _tell(module)
+            change(module)
 
         with suppress(AttributeError):  # a loader that cannot be changed: vLLM then asks for the module path
-            setattr(spec.loader, "exec_module", run_and_tell)  # noqa: B010
+            setattr(spec.loader, "exec_module", run_and_change)  # noqa: B010
         return spec
 
 

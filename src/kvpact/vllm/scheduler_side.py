@@ -391,8 +391,9 @@ class SchedulerSide:
     # Whole engine
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM must keep stepping without requests, to bring in the workers' reports."""
-        return self.mounted is not None and self.mounted.has_pending_work()
+        """Whether vLLM must keep stepping without requests: for the workers' reports, then once for the counts."""
+        pending = self.mounted is not None and self.mounted.has_pending_work()
+        return pending or (self._stats is not None and self._stats.wants_step)
 
     def collect_stats(self) -> PactStats | None:
         """`get_kv_connector_stats`: the counts since the last call, for vLLM's own metrics."""

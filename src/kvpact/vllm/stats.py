@@ -59,7 +59,8 @@ class StatsCollector:
     """Takes the difference between two snapshots of the counts, at most once per interval.
 
     One scheduler step takes the snapshot and the next one the difference: both together would take a good part of a
-    millisecond.
+    millisecond. Before the engine rests it makes one more step, which does both, whatever the interval says: until the
+    next request nobody calls again.
     """
 
     def __init__(self, observe: Callable[[], Snapshot], clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,20 +69,37 @@ class StatsCollector:
         self._next = 0.0
         self._shot: Snapshot | None = None
         self._last: Mapping[str, float] = {}
+        self._is_behind = False
+        """Whether steps were made since the counts were taken last."""
+        self._asked_at: float | None = None
+        """Since when a last step is asked for."""
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether an engine with nothing else to do must step once more. Not for longer than such a step takes."""
+        now = self._clock()
+        if self._asked_at is None and self._is_behind:
+            self._asked_at = now
+        return self._asked_at is not None and now < self._asked_at + PATIENCE_SECONDS
 
     @property
     def can_wait(self) -> bool:
         """Whether a step without time may leave the next `collect` to a later step."""
-        return self._clock() < self._next + PATIENCE_SECONDS
+        return self._asked_at is None and self._clock() < self._next + PATIENCE_SECONDS
 
     def collect(self) -> PactStats | None:
-        """The difference from the last snapshot to the one that the call before this took; None at every other call."""
+        """The difference from the last snapshot to the one that the call before this took; None at every other call.
+
+        In a step that `wants_step` asked for, the difference to the counts as they are.
+        """
         now = self._clock()
-        if self._shot is None:
+        is_last, self._asked_at = self._asked_at is not None, None
+        self._is_behind = not is_last
+        if self._shot is None and not is_last:
             self._shot = self._observe() if now >= self._next else None
             return None
         self._next = now + INTERVAL_SECONDS
-        shot, self._shot = self._shot, None
+        shot, self._shot = self._observe() if is_last or self._shot is None else self._shot, None
         steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
         totals = {name: value for name, value in shot.items() if not name.startswith(STEP_SECONDS)}
         totals |= {"steps": steps, "slow_steps": steps - fast, "step_seconds": shot[f"{STEP_SECONDS}_sum"]}
