@@ -162,6 +162,7 @@ def test_every_key_can_be_set_in_the_environment() -> None:
         "KVPACT_CACHE": "my_package.my_cache:MyCache",
         "KVPACT_WEIGHTS_VERSION": "step-1200",
         "KVPACT_SHARE_DRAWN_EPOCHS": "true",
+        "KVPACT_REQUIRE_TIERS": "true",
         "KVPACT_IO_THREADS": "4",
         "KVPACT_LAYERWISE": "false",
         "KVPACT_GPU": "auto",

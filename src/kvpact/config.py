@@ -112,6 +112,8 @@ class KvpactConfig(BaseModel):
     """With `match_at` "step", how long a step may wait for shared tiers; every request in it waits."""
     recompute_if_faster: bool = True
     """Whether a match is not loaded if the engine is expected to compute it sooner than a tier would deliver it."""
+    require_tiers: bool = False
+    """Whether an engine with a tier that cannot be used at the start does not start, instead of using it later."""
     record_key_file: Path | None = None
     """A file with 16 secret bytes or more: records in shared tiers are sealed with it, and others are not served."""
     model_id: str | None = Field(default=None, min_length=1)

@@ -16,6 +16,10 @@ class TierError(KvpactError):
     """A tier cannot be used (missing directory, full disk, foreign data); the engine serves on without it."""
 
 
+class NoSuchTier(TierError):
+    """There is no tier at this URL before the URL or this machine's packages are corrected: it is not tried again."""
+
+
 class WeightsVersionRefused(KvpactError, ValueError):
     """A word for the weights that is refused; the engine keeps its current epoch."""
 
