@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvpact.config import KvpactConfig, load_config
+from kvpact.config import REPLACED_KEYS, KvpactConfig, load_config
 from kvpact.errors import ConfigError
 from kvpact.tiers.urls import TierURL, parse_tier_url, redact
 from kvpact.units import format_size, parse_duration, parse_size
@@ -162,6 +162,7 @@ def test_every_key_can_be_set_in_the_environment() -> None:
         "KVPACT_CACHE": "my_package.my_cache:MyCache",
         "KVPACT_WEIGHTS_VERSION": "step-1200",
         "KVPACT_SHARE_DRAWN_EPOCHS": "true",
+        "KVPACT_REQUIRE_TIERS": "true",
         "KVPACT_IO_THREADS": "4",
         "KVPACT_LAYERWISE": "false",
         "KVPACT_GPU": "auto",
@@ -230,6 +231,38 @@ def test_a_slip_in_the_environment_is_an_error_but_foreign_names_are_not() -> No
     )
     foreign = {"KVPACT_SERVICE_HOST": "10.0.0.1", "KVPACT_PORT": "tcp://10.0.0.1:80", "KVPACT_PORT_80_TCP_PROTO": "tcp"}
     assert load_config(None, foreign) == KvpactConfig()
+
+
+SERVICE = {
+    "SERVICE_HOST": "10.0.0.1",
+    "SERVICE_PORT": "6379",
+    "SERVICE_PORT_TCP_REDIS": "6379",
+    "PORT": "tcp://10.0.0.1:6379",
+    "PORT_6379_TCP": "tcp://10.0.0.1:6379",
+    "PORT_6379_TCP_PROTO": "tcp",
+    "PORT_6379_TCP_PORT": "6379",
+    "PORT_6379_TCP_ADDR": "10.0.0.1",
+    "PORT_53_UDP": "udp://10.0.0.1:53",
+}
+"""What Kubernetes sets in each container of a namespace with a service, after the service's name."""
+
+
+@pytest.mark.parametrize("service", ["", *KvpactConfig.model_fields, "config", "memry", "sync_load_limit", "store"])
+def test_h102_a_kubernetes_service_of_any_name_is_no_setting(service: str) -> None:
+    """Also one named like a key, like a slip in a key, or like the variable that names the file."""
+    prefix = "_".join(filter(None, ["KVPACT", service.upper()]))
+    assert load_config(None, {f"{prefix}_{end}": value for end, value in SERVICE.items()}) == KvpactConfig()
+
+
+def test_h102_no_key_ends_like_a_services_variable() -> None:
+    """So no setting is taken for one."""
+    ends = ("_port", "_host", "_tcp", "_udp", "_addr", "_proto")
+    assert not [key for key in (*KvpactConfig.model_fields, *REPLACED_KEYS) if key.endswith(ends)]
+
+
+@pytest.mark.parametrize("name", ["KVPACT_MEMORYS", "KVPACT_TIERS_", "KVPACT_MEMROY", "KVPACT_GPU_"])
+def test_a_slip_that_is_no_services_variable_is_still_named(name: str) -> None:
+    assert message_of(environ={name: "1GiB"}).startswith(f"unknown key {name} in the environment; did you mean")
 
 
 @pytest.mark.parametrize(

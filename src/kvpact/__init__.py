@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         StepWork,
         WorkerReport,
     )
-    from kvpact.errors import ConfigError, PactViolation, TierError
+    from kvpact.errors import ConfigError, NoSuchTier, PactViolation, TierError
     from kvpact.identity.keys import BlockKey, BlockKeys, Namespace, RequestIdentity
     from kvpact.matches.forms import ConfirmsExternalMatch, PostponesExternalMatch, SupportsExternalMatch
     from kvpact.ranges import BlockRange, RangeSet
@@ -60,6 +60,7 @@ __all__ = [
     "LoadJob",
     "LoadSettlement",
     "Namespace",
+    "NoSuchTier",
     "PactCache",
     "PactViolation",
     "PostponesExternalMatch",
@@ -80,7 +81,7 @@ __all__ = [
 _HOMES: Final = {
     "kvpact.cache.cache": ("PactCache",),
     "kvpact.config": ("KvpactConfig", "load_config"),
-    "kvpact.errors": ("ConfigError", "PactViolation", "TierError"),
+    "kvpact.errors": ("ConfigError", "NoSuchTier", "PactViolation", "TierError"),
     "kvpact.identity.keys": ("BlockKey", "BlockKeys", "Namespace", "RequestIdentity"),
     "kvpact.matches.forms": ("ConfirmsExternalMatch", "PostponesExternalMatch", "SupportsExternalMatch"),
     "kvpact.ranges": ("BlockRange", "RangeSet"),

@@ -24,6 +24,9 @@ from kvpact.units import parse_duration, parse_size
 ENVIRONMENT_PREFIX: Final = "KVPACT_"
 CONFIG_FILE_VARIABLE: Final = "KVPACT_CONFIG"
 
+_OF_A_SERVICE: Final = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
+"""How the variables end that Kubernetes sets for each service, whose name may begin like a key of ours."""
+
 REPLACED_KEYS: Final = {
     "sync_load_limit": (
         '"sync_load_budget": the bytes on each rank that one scheduler step may wait for, by default "256MiB"; 0 still '
@@ -112,6 +115,8 @@ class KvpactConfig(BaseModel):
     """With `match_at` "step", how long a step may wait for shared tiers; every request in it waits."""
     recompute_if_faster: bool = True
     """Whether a match is not loaded if the engine is expected to compute it sooner than a tier would deliver it."""
+    require_tiers: bool = False
+    """Whether an engine with a tier that cannot be used at the start does not start, instead of using it later."""
     record_key_file: Path | None = None
     """A file with 16 secret bytes or more: records in shared tiers are sealed with it, and others are not served."""
     model_id: str | None = Field(default=None, min_length=1)
@@ -252,7 +257,7 @@ def _toml_settings(path: Path) -> dict[str, _Setting]:
 def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
     settings = {}
     for name, text in environ.items():
-        if not name.startswith(ENVIRONMENT_PREFIX) or name == CONFIG_FILE_VARIABLE:
+        if not name.startswith(ENVIRONMENT_PREFIX) or name == CONFIG_FILE_VARIABLE or _OF_A_SERVICE.search(name):
             continue
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not text:
@@ -261,7 +266,7 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
             value: object = text.split() if key == "tiers" else text
             settings[key] = _Setting(value, f"the environment ({name})", name)
         elif near := difflib.get_close_matches(key, KvpactConfig.model_fields, n=1, cutoff=0.7):
-            # Others put names there too (Kubernetes: KVPACT_SERVICE_HOST), so only a likely slip is an error.
+            # Others put names there too, so only a likely slip is an error.
             known = ENVIRONMENT_PREFIX + near[0].upper()
             raise ConfigError(f"unknown key {name} in the environment; did you mean {known}?")
     return settings

@@ -20,6 +20,10 @@ class DataError(KvpactError, ValueError):
     """What a file, a store or a peer sent is not what it should be: it counts as not there. All decoders raise this."""
 
 
+class NoSuchTier(TierError):
+    """There is no tier at this URL before the URL or this machine's packages are corrected: it is not tried again."""
+
+
 class WeightsVersionRefused(KvpactError, ValueError):
     """A word for the weights that is refused; the engine keeps its current epoch."""
 

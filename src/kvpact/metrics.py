@@ -165,7 +165,7 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("capacity_blocks", "gauge", "blocks", "that the tier can hold"),
     _by_tier("used_bytes", "gauge", "bytes", "that the tier's store says it holds, others' included"),
     _by_tier("queued_write_bytes", "gauge", "bytes", "waiting to be written to the tier now"),
-    _by_tier("open_breakers", "gauge", "tiers", "left alone now, because they failed several times in a row"),
+    _by_tier("open_breakers", "gauge", "tiers", "left alone now: they failed several times, or are not there yet"),
     _by_tier("lookup_seconds", "gauge", "seconds", "that the tier takes to say what it holds, lately"),
     _by_tier("read_bytes_per_second", "gauge", "bytes per second", "that arrive from the tier, lately"),
     Metric("prefill_speed", "gauge", "tokens per second", "that the engine computes of prompts, lately"),

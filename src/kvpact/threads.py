@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -79,20 +79,6 @@ def _show_name(name: str) -> None:
     """
     with contextlib.suppress(OSError):
         Path("/proc/thread-self/comm").write_bytes(name.encode()[:COMM_BYTES])
-
-
-@contextlib.contextmanager
-def on_spare_cpus() -> Iterator[None]:
-    """Run the calling thread on the spare CPUs within the context; threads that a library starts there stay on them."""
-    mine, cpus = os.sched_getaffinity(0), spare_cpus()
-    try:
-        if cpus:
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, cpus)
-        yield
-    finally:
-        if cpus:
-            os.sched_setaffinity(0, mine)
 
 
 def _threads_of_this_process() -> list[int]:

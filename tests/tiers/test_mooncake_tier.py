@@ -22,9 +22,11 @@ from chain_calls import get_chain, put_document, served_of_document
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.metrics import series
+from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier
 from kvpact.tiers.mooncake import store as mooncake
 from kvpact.tiers.mooncake.store import MooncakeStore, open_mooncake
+from kvpact.tiers.registry import TierContext
 from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
@@ -381,6 +383,21 @@ def test_without_the_metrics_port_all_but_listing_works(pool: MooncakePool) -> N
         list(tier.store.names(GROUP))
     tier.clear()
     assert tier.leading(wanted.keys) == 0
+
+
+def test_h97_a_master_that_comes_late_is_used(pool: MooncakePool) -> None:
+    pool.master.kill()
+    pool.master.wait()
+    (tier,) = open_tiers([parse_tier_url(pool.url(segment="32MiB"))], TierContext(SCENE_NAMESPACE, PAGE), WAIT_SECONDS)
+    assert tier.there is None
+    assert "no master answers" in tier.health().reason
+    pool.restart_master()
+    deadline = time.monotonic() + 20.0
+    while tier.there is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert tier.there is not None
+    assert tier.there.health().ok
+    tier.close()
 
 
 def test_a_master_that_is_not_there_is_refused_at_once() -> None:

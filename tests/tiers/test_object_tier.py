@@ -22,10 +22,12 @@ from chain_calls import get_chain, put_document, served_of_document
 from hook_time import assert_ends_within
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
+from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.base import HEADER_BYTES, Entry, RecordMac, Tier
 from kvpact.tiers.objects.bucket import Bucket
 from kvpact.tiers.objects.packs import HEAD_BYTES, Pack, PackMemory, decode_pack, encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
+from kvpact.tiers.registry import TierContext
 from kvpact.tiers.shared.store import RecordPieces, StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
@@ -494,6 +496,23 @@ def test_a_server_that_is_away_does_not_keep_the_engine_from_starting(s3: Traffi
     tier = SharedTier(s3_store("http://127.0.0.1:1", "bucket/x", "300ms"), NAMESPACE, SLOT)
     assert tier.leading(DOCUMENT.keys) == 0
     assert not tier.health().ok
+
+
+def test_h97_a_bucket_that_refuses_at_the_start_is_used_when_it_no_longer_does(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = parse_tier_url(f"s3://bucket/late?endpoint={scene.traffic.endpoint}&allow_http=true&timeout=20s")
+    with scene.traffic.spoiled(lambda request: Spoiled(403, "AccessDenied")):
+        (tier,) = open_tiers([url], TierContext(NAMESPACE, SLOT), 20.0)
+        assert tier.there is None
+        assert "HTTP 403 (AccessDenied)" in tier.health().reason
+    deadline = time.monotonic() + 20.0
+    while tier.there is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert tier.there is not None
+    assert stored(tier.there) == 8
+    assert SECRET_KEY not in caplog.text
+    tier.close()
 
 
 @pytest.mark.parametrize(

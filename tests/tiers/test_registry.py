@@ -177,7 +177,7 @@ for url in ("redis://127.0.0.1", "s3://bucket", "mooncake://127.0.0.1:1"):
     lines = ran.stdout.splitlines()
     assert len(lines) == 3
     for line, extra in zip(lines, ("redis", "s3", "mooncake"), strict=True):
-        assert line.startswith("TierError "), line
+        assert line.startswith("NoSuchTier "), line
         assert f"kvpact[{extra}]" in line, line
 
 

@@ -47,6 +47,7 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "admit": "second-use",
         "match_at": "step",
         "require": "all",
+        "require_tiers": True,
         "step_deadline": "5s",
         "recompute_if_faster": False,
         "record_key_file": f"{directory}/record-key",

@@ -16,12 +16,12 @@ from kvpact.config import load_config
 from kvpact.contract import StoreRead
 from kvpact.identity.keys import BlockKeys, Namespace, RequestIdentity
 from kvpact.ranges import BlockRange
+from kvpact.tiers import awaited
 from kvpact.tiers.base import chained
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import OpId
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.wire import SharedTierConfig
-from kvpact.worker import step_reader
 from kvpact.worker.step_reader import StepReader, Wanted
 
 NAMESPACE = Namespace({"engine": "test"})
@@ -64,14 +64,16 @@ class Store:
 
 
 def opened_tiers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The tiers that readers open from now on, in the order of opening."""
+    """The tiers that readers open from now on, in the order of their numbers."""
     opened: list[Any] = []
 
     def open_and_note(*arguments: Any, **options: Any) -> Any:
-        opened.append(open_tier(*arguments, **options))
-        return opened[-1]
+        tier = open_tier(*arguments, **options)
+        opened.append(tier)
+        opened.sort(key=lambda tier: tier.store.place)
+        return tier
 
-    monkeypatch.setattr(step_reader, "open_tier", open_and_note)
+    monkeypatch.setattr(awaited, "open_tier", open_and_note)
     return opened
 
 

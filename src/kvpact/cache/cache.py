@@ -117,11 +117,15 @@ class PactCache(ExternalCache):
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """Use these tiers, which were not there from the start. What memory holds is written to them piece by piece."""
         self.tiers.open(tiers)
-        if self._is_proven:
+        self._begin_backlog()
+
+    def use_awaited_tiers(self) -> None:
+        """Use those that are there since the last call."""
+        if any(client.use_if_there() for client in self.tiers.clients):
             self._begin_backlog()
 
     def _begin_backlog(self) -> None:
-        if self._epochs.generation == 1:  # later, memory also holds blocks of other epochs, not told apart
+        if self._is_proven and self._epochs.generation == 1:  # later it also holds other epochs' blocks, not told apart
             self.writeback.begin_backlog()
 
     @property

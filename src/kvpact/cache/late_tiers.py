@@ -1,4 +1,4 @@
-"""Opens the tiers as soon as the weights' digest is known: at once, or later on a thread of its own.
+"""Has the tiers opened as soon as the weights' digest is known: at once, or later on a thread of its own.
 
 Owns the wait for the weights' digest, which may mean reading all of a model's files. Until then the engine serves from
 memory. Block keys do not depend on the digest, tiers do, so what memory holds then may be written to them.
@@ -12,19 +12,23 @@ import time
 from dataclasses import dataclass, field
 
 from kvpact.config import KvpactConfig
-from kvpact.errors import TierError
+from kvpact.errors import ConfigError
 from kvpact.identity.base_weights import SET_MODEL_ID, BaseWeights, cannot_tell
 from kvpact.identity.keys import Namespace
 from kvpact.identity.weights import ReadingStopped, WeightsUnknown
-from kvpact.threads import give_way, on_spare_cpus, start_background
-from kvpact.tiers.base import RecordMac, Tier
+from kvpact.threads import give_way, start_background
+from kvpact.tiers.awaited import open_tiers
+from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
-from kvpact.tiers.registry import TierContext, open_tier
+from kvpact.tiers.registry import TierContext
 
 logger = logging.getLogger(__name__)
 
 READ_AT_ONCE_BYTES = 256 << 20
 """Bytes of the model's files that are read before the engine answers its first request: 0.2 seconds."""
+
+OPEN_SECONDS = 10.0
+"""Seconds that a start waits at most for a tier that hangs; it is used as soon as it has been opened."""
 
 STOP_SECONDS = 1.0
 """Seconds that a shutdown waits at most for the end of reading; a tier being opened then closes by itself."""
@@ -32,9 +36,9 @@ STOP_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OpenTiers:
-    """Tiers that are ready, and their namespace.
+    """Tiers, some of which may still be awaited, and their namespace.
 
-    A tier that could not be opened is missing, and the log says why; `numbers` are places in the configuration.
+    A tier that a person must correct first is missing, and the log says why; `numbers` are places in the configuration.
     """
 
     namespace: Namespace
@@ -68,12 +72,15 @@ class LateTiers:
     def open(self) -> OpenTiers | None:
         """The tiers, if little has to be read for them; None if `poll` returns them later, or never.
 
-        Raises ConfigError if files that are needed cannot be read.
+        Raises ConfigError if files that are needed cannot be read, and with `require_tiers` if a tier cannot be used.
         """
+        required = self._config.require_tiers
         try:
             unread = self._weights.unread_bytes
-            identity = self._weights.identity() if unread <= READ_AT_ONCE_BYTES else None
+            identity = self._weights.identity() if required or unread <= READ_AT_ONCE_BYTES else None
         except WeightsUnknown as error:
+            if required:
+                raise ConfigError(f'"require_tiers": true, and there can be none: {error}; {SET_MODEL_ID}') from None
             self._do_without(error)
             return None
         except OSError as error:
@@ -132,13 +139,16 @@ class LateTiers:
     def _open_all(self, weights: str) -> OpenTiers:
         namespace = Namespace({**self._known.fields, "weights": weights})
         place = TierContext(namespace, self._slot_bytes, self._seal)
-        tiers: dict[int, Tier] = {}
-        for number, url in enumerate(self._config.tiers):
-            try:
-                with on_spare_cpus():
-                    tiers[number] = open_tier(url, place)
-            except TierError as error:
-                logger.error("kvpact: serving without the tier %s: %s", url, error)
+        opened = open_tiers(self._config.tiers, place, OPEN_SECONDS)
+        missing = next((tier for tier in opened if tier.there is None), None)
+        if self._config.require_tiers and missing is not None:
+            for tier in opened:
+                tier.close()
+            raise ConfigError(
+                f'"require_tiers": true, and {missing.url} cannot be used: {missing.reason}; mend that, or leave '
+                f'"require_tiers" out, and the engine serves without the tier until it can be used'
+            )
+        tiers = {number: tier.there or tier for number, tier in enumerate(opened) if not tier.is_given_up}
         threads, write_bytes = self._config.io_threads, self._config.write_queue
         queues = tuple(TierExecutor(tier, threads, write_bytes, woken_by_owner=True) for tier in tiers.values())
         return OpenTiers(namespace, queues, tuple(tiers))

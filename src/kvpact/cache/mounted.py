@@ -122,6 +122,8 @@ class MountedCache:
             self.own.open_tiers(tiers.queues)
             self._use(tiers)
             logger.info("kvpact: from now on %d tier(s), namespace %s", len(tiers.queues), tiers.namespace.name)
+        if self.own is not None:
+            self.own.use_awaited_tiers()
 
     @property
     def copies_are_proven(self) -> bool:

@@ -6,6 +6,7 @@ never does I/O.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import random
 from typing import Final
 
@@ -20,12 +21,20 @@ JITTER: Final = 0.5
 """A pause is longer by a random share of up to this, so that engines do not all return at once."""
 
 
+def pauses() -> Iterator[float]:
+    """Seconds to wait after each try of a store in a row that failed."""
+    pause = FIRST_PAUSE_S
+    while True:
+        yield pause * (1 + JITTER * random())
+        pause = min(LONGEST_PAUSE_S, 2 * pause)
+
+
 class Breaker:
     """Guards one tier. Not thread-safe: it lives on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._failures = 0
-        self._pause = FIRST_PAUSE_S
+        self._pauses = pauses()
         self._retry_at: float | None = None
         self._trying = False
 
@@ -51,8 +60,8 @@ class Breaker:
 
     def succeeded(self) -> None:
         """An operation succeeded."""
-        self._failures = 0
-        self._pause = FIRST_PAUSE_S
+        if self._failures:
+            self._failures, self._pauses = 0, pauses()
         self._retry_at = None
         self._trying = False
 
@@ -61,7 +70,6 @@ class Breaker:
         self._failures += 1
         if self._retry_at is not None:
             if self._trying or now >= self._retry_at:
-                self._pause = min(LONGEST_PAUSE_S, 2 * self._pause)
                 self._wait(now)
             return False
         if self._failures < FAILURES_IN_A_ROW:
@@ -71,4 +79,4 @@ class Breaker:
 
     def _wait(self, now: float) -> None:
         self._trying = False
-        self._retry_at = now + self._pause * (1 + JITTER * random())
+        self._retry_at = now + next(self._pauses)

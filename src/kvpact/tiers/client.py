@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
+from kvpact.tiers.awaited import AwaitedTier
 from kvpact.tiers.backends import label_of
-from kvpact.tiers.base import BlockBuffer, SupportsPrefix, TierCapacity, TierCounts, leading
+from kvpact.tiers.base import BlockBuffer, SupportsPrefix, Tier, TierCapacity, TierCounts, leading
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
@@ -88,13 +89,7 @@ class TierClient:
         At most `max_deleted_keys` pending deletions are kept by key, or `deletions.MIN_DELETED_KEYS` if that is more.
         """
         self.executor = executor
-        self.tier = executor.tier
-        self.name = label_of(executor.tier.name)
-        self.shared = not executor.tier.exclusive
-        """Whether other engines write and evict there, so that only the tier itself knows what it holds."""
-        tier = executor.tier
-        self._leading = tier.leading if isinstance(tier, SupportsPrefix) else lambda keys: leading(tier.lookup(keys))
-        self._put_start = tier.put_start if isinstance(tier, SupportsPrefix) else self._leading
+        self._use(executor.tier)
         self.costs = TierCosts()
         self._slots = lent
         self._timeout = timeout
@@ -119,21 +114,42 @@ class TierClient:
         self._capacity, self._counts = TierCapacity(0, 0, 0), TierCounts()
         lent.join(self)
 
+    def _use(self, tier: Tier) -> None:
+        self.tier, self.is_awaited = tier, isinstance(tier, AwaitedTier)
+        self.executor.use(tier)
+        self.name = label_of(tier.name)
+        self.shared = not tier.exclusive
+        """Whether other engines write and evict there, so that only the tier itself knows what it holds."""
+        self._leading = tier.leading if isinstance(tier, SupportsPrefix) else lambda keys: leading(tier.lookup(keys))
+        self._put_start = tier.put_start if isinstance(tier, SupportsPrefix) else self._leading
+
     # Health
+
+    def use_if_there(self) -> bool:
+        """Use the tier from now on if it was awaited and is there; returns whether that is so."""
+        if not isinstance(self.tier, AwaitedTier) or self.tier.there is None:
+            return False
+        self._use(self.tier.there)
+        return True
 
     @property
     def is_open(self) -> bool:
         """Whether the tier is not asked, except for a try now and then."""
-        return self._lookups.is_open or self._reads.is_open or self._stuck or self.deletions.lost_count
+        return self._lookups.is_open or self._reads.is_open or self._is_out
 
     def may_read(self, now: float) -> bool:
         """Whether the tier may be read at `now`."""
-        return not (self._stuck or self.deletions.lost_count) and self._reads.is_ready(now)
+        return not self._is_out and self._reads.is_ready(now)
 
     @property
     def may_write(self) -> bool:
         """Whether blocks may be written to the tier. Failed reads do not forbid it."""
-        return not (self._stuck or self.deletions.lost_count or self._lookups.is_open)
+        return not (self._is_out or self._lookups.is_open)
+
+    @property
+    def _is_out(self) -> bool:
+        """Whether nothing can be asked of it, a try neither."""
+        return self.is_awaited or self._stuck or self.deletions.lost_count
 
     @property
     def lent(self) -> int:
@@ -233,6 +249,10 @@ class TierClient:
     def readable(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
         """How many of the first `held` keys may be read: 0 if the tier fails, and none from a pending deletion on."""
         return self.deletions.first_among(keys, held) if self.may_read(now) else 0
+
+    def readable_elsewhere(self, keys: Sequence[BlockKey], now: float) -> int:
+        """How many `keys` may be read by who has opened the tier too, perhaps sooner than here."""
+        return self.deletions.first_among(keys, len(keys) if self.is_awaited or self.may_read(now) else 0)
 
     def submit_lookup(
         self, op_id: OpId, keys: Sequence[BlockKey], now: float, *, before: Sequence[BlockKey] | None = None

@@ -133,6 +133,7 @@ class _Shared:
     thread that pops a job from its deque owns the job.
     """
 
+    tier: Tier
     gets: deque[Job] = field(default_factory=deque)
     puts: deque[Job] = field(default_factory=deque)
     wakes: SimpleQueue[None] = field(default_factory=SimpleQueue)
@@ -167,12 +168,16 @@ class TierExecutor:
         self._unflushed = 0
         """Jobs submitted since the last wake-up of threads."""
         self._max_write_bytes = max_write_bytes
-        self._shared = _Shared()
+        self._shared = _Shared(tier)
         self._threads = self._start(threads)
 
     def _start(self, threads: int) -> list[threading.Thread]:
         names = [f"kvpact-{self.tier.name}-{number}" for number in range(threads)]
-        return [start_background(name, partial(_work, self.tier, self._shared)) for name in names]
+        return [start_background(name, partial(_work, self._shared)) for name in names]
+
+    def use(self, tier: Tier) -> None:
+        """Have this tier carry out what begins from now on."""
+        self.tier = self._shared.tier = tier
 
     def submit(self, job: Job) -> bool:
         """Look up or read the job's `keys`, or write them from its `buffers`.
@@ -322,9 +327,9 @@ def _next_job(shared: _Shared) -> Job | None:
         shared.wakes.get()
 
 
-def _work(tier: Tier, shared: _Shared) -> None:
+def _work(shared: _Shared) -> None:
     while (job := _next_job(shared)) is not None:
-        run_job(tier, shared, job)
+        run_job(shared.tier, shared, job)
         if job.changes:
             shared.writer.release()
             shared.wakes.put(None)  # a write may have waited for its turn

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, TypeAlias, cast
 
-from kvpact.errors import ConfigError, TierError, reason_of
+from kvpact.errors import ConfigError, NoSuchTier, TierError, reason_of
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.backends import BACKEND_OF, BACKENDS, ENTRY_POINTS
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
@@ -32,7 +32,8 @@ class TierContext:
 
 
 OpenTier: TypeAlias = "Callable[[TierURL, TierContext], Tier]"
-"""The function that an entry point of the group `kvpact.tiers` names. Raises TierError with one line for people."""
+"""The function that an entry point of the group `kvpact.tiers` names. Raises TierError with one line for people, or
+NoSuchTier if it need not be tried again."""
 
 
 class OpenStore(Protocol):
@@ -50,7 +51,7 @@ def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
     backend = BACKEND_OF.get(url.scheme)
     if backend is None or not backend.shared:
         shared = [scheme for backend in BACKENDS if backend.shared for scheme in backend.schemes]
-        raise TierError(f"{url} is no store that several engines share; those are {', '.join(shared)}")
+        raise NoSuchTier(f"{url} is no store that several engines share; those are {', '.join(shared)}")
     return cast(OpenStore, resolve_name(backend.opener))(url, for_tool=for_tool)
 
 
@@ -58,7 +59,8 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     """The tier at a URL, for one engine's blocks.
 
     Raises:
-        TierError: one line for people; the engine goes on without this tier.
+        TierError: one line for people; the engine goes on without this tier, and tries again.
+        NoSuchTier: it need not be tried again.
     """
     try:
         tier = _opened(url, place)
@@ -79,7 +81,7 @@ def _opened(url: TierURL, place: TierContext) -> object:
         return SharedTier(open_store(url), place.namespace, place.slot_bytes, seal=place.seal)
     for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):
         return cast(OpenTier, entry.load())(url, place)
-    raise TierError(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
+    raise NoSuchTier(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
 
 
 def load_seal(path: Path | None) -> RecordMac:

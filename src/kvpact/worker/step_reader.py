@@ -16,13 +16,14 @@ from itertools import accumulate, count, pairwise
 
 from kvpact.config import KvpactConfig
 from kvpact.contract import LoadJob, StoreRead
-from kvpact.errors import ConfigError, TierError
+from kvpact.errors import ConfigError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.ranges import BlockRange
 from kvpact.threads import start_background
+from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.executor import GetDone, TierExecutor
-from kvpact.tiers.registry import TierContext, load_seal, open_tier
+from kvpact.tiers.registry import TierContext, load_seal
 from kvpact.wire import SharedTierConfig
 from kvpact.worker.segment import Sharing
 
@@ -123,6 +124,8 @@ class StepReader:
         if not self._open(store).wait(self._config.step_deadline):
             return {}, ()
         self._reads.clear()
+        for source in self._sources:
+            source.client.use_if_there()
         walks = [_Walk(one, one.start) for one in wanted]
         for walk in walks:
             self._go_on(walk)
@@ -219,15 +222,10 @@ class StepReader:
             seal = load_seal(self._config.record_key_file)
             place = TierContext(Namespace.parse(store.namespace), self._block_bytes, seal)
             lent = LentSlots(max(1, LENT_BYTES // self._block_bytes))
-            for position, number in store.tiers:
-                url = self._config.tiers[number]
-                try:
-                    tier = open_tier(url, place)
-                except TierError as error:
-                    logger.error("kvpact: rank %d looks up without the tier %s: %s", self._rank, url, error)
-                    continue
-                executor = TierExecutor(tier, self._config.io_threads, 1)
-                timeout = self._config.step_deadline
+            timeout = self._config.step_deadline
+            opened = open_tiers([self._config.tiers[number] for _, number in store.tiers], place, timeout)
+            for (position, _), tier in zip(store.tiers, opened, strict=True):
+                executor = TierExecutor(tier.there or tier, self._config.io_threads, 1)
                 client = TierClient(executor, lent, timeout=timeout, clock=time.monotonic, reads_find_out=True)
                 self._sources.append(_Source(position, client))
         finally:

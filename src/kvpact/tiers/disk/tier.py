@@ -18,7 +18,7 @@ from operator import or_
 from pathlib import Path
 from typing import Final
 
-from kvpact.errors import TierError
+from kvpact.errors import NoSuchTier, TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import PRIVATE, Access
 from kvpact.threads import give_way, start_background
@@ -109,7 +109,7 @@ class DiskTier(Tier):
             TierError: one line for people; the engine goes on without this tier.
         """
         if slot_bytes < 1 or slot_bytes % PAGE_BYTES:
-            raise TierError(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
+            raise NoSuchTier(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
         room = SlabDirectory.prepare(Path(directory), capacity_bytes, access)
         opener, slab = SlabOpener(room, namespace, slot_bytes), None
         try:

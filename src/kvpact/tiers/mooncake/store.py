@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpact.errors import TierError
+from kvpact.errors import NoSuchTier, TierError
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.mooncake import BACKEND
@@ -273,13 +273,14 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
     interpreter's lock for some 50 ms.
 
     Raises:
-        TierError: the package is missing, or there is no master.
+        NoSuchTier: the package is missing, or the URL is impossible.
+        TierError: there is no master, or its client cannot be set up.
     """
     host, port = _master(url)
     prefix = url.path.strip("/")
     if prefix and not _PREFIX.fullmatch(prefix):
-        raise TierError(f"mooncake tier: {prefix!r} cannot begin names; use letters, digits, _, - and /")
-    client = _library().MooncakeDistributedStore()
+        raise NoSuchTier(f"mooncake tier: {prefix!r} cannot begin names; use letters, digits, _, - and /")
+    library = _library()
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     try:
         # Checked first, because `setup` would try for 90 s with the interpreter's lock held.
@@ -290,6 +291,7 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
             f"mooncake tier: no master answers at {host}:{port} ({error.strerror or error}); start mooncake_master "
             f"there, or correct the URL"
         ) from None
+    client = library.MooncakeDistributedStore()
     code = client.setup(
         url.options.get("hostname", own_host),
         url.options.get("metadata_server", "P2PHANDSHAKE"),
@@ -315,7 +317,7 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
 def _master(url: TierURL) -> tuple[str, int]:
     host, _, port = url.host.rpartition("@")[2].partition(":")
     if port and not port.isdecimal():
-        raise TierError(f'mooncake tier: "{port}" is no port; the URL looks like mooncake://master:{MASTER_PORT}')
+        raise NoSuchTier(f'mooncake tier: "{port}" is no port; the URL looks like mooncake://master:{MASTER_PORT}')
     return host, int(port or MASTER_PORT)
 
 
@@ -323,12 +325,12 @@ def _library() -> Any:
     try:
         return import_module("mooncake.store")
     except ModuleNotFoundError:
-        raise TierError(
+        raise NoSuchTier(
             "mooncake tier: the package is not installed: pip install 'kvpact[mooncake]', or mooncake-transfer-engine "
             "on a machine with CUDA"
         ) from None
     except ImportError as error:
-        raise TierError(
+        raise NoSuchTier(
             f"mooncake tier: its library cannot be loaded: {error}; on Debian, apt-get install libibverbs1"
         ) from None
 

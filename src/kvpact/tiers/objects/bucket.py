@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvpact.errors import TierError
+from kvpact.errors import NoSuchTier, TierError
 from kvpact.own_files import Access, NotOurs, OwnFolder
 from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.objects.packs import PackVersion
@@ -216,20 +216,21 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
 
     With `for_tool` no directory is created.
 
-    Raises TierError for an error that a person must correct: no obstore, no such bucket, wrong credentials or options.
+    Raises NoSuchTier for options that it cannot have, and without obstore; TierError if the bucket is not there
+    or refuses us, which may change.
     """
     place = f"{url.scheme}://{url.host}{url.path}"
     if "@" in url.host:
-        raise TierError(f"a {url.scheme} tier takes its credentials from the environment; leave them out of the URL")
+        raise NoSuchTier(f"a {url.scheme} tier takes its credentials from the environment; leave them out of the URL")
     try:
         stores = import_module("obstore.store")
     except ImportError:
-        raise TierError(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
+        raise NoSuchTier(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
     endpoint = url.options.get("endpoint", "")
     if endpoint and not _ENDPOINT.fullmatch(endpoint):
-        raise TierError(f'{place}: its endpoint is no address such as "https://objects.example:9000"')
+        raise NoSuchTier(f'{place}: its endpoint is no address such as "https://objects.example:9000"')
     if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
-        raise TierError(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
+        raise NoSuchTier(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     folder = _folder(url, for_tool=for_tool) if url.scheme == "file" else None
     try:
@@ -238,7 +239,7 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
         else:
             store = stores.LocalStore(folder.path) if folder.is_there else stores.MemoryStore()
     except Exception:  # any error about the options, whose text would repeat them
-        raise TierError(f"{place}: obstore does not take these options; check endpoint, region and path") from None
+        raise NoSuchTier(f"{place}: obstore does not take these options; check endpoint, region and path") from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
     bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from kvpact.errors import TierError
+from kvpact.errors import NoSuchTier, TierError
 from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.redis.batches import Batches
 from kvpact.tiers.redis.connections import Address, Credentials, Pool
@@ -32,12 +32,13 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     With `for_tool` reads prolong no record's life, and do not count as use where the server allows that.
 
     Raises:
-        TierError: redis-py is missing, or the URL is impossible.
+        NoSuchTier: redis-py is missing, or the URL is impossible.
+        TierError: a file that it names is not there.
     """
     try:
         import redis  # noqa: F401
     except ImportError:
-        raise TierError(f"a {url.scheme} tier needs redis-py: pip install 'kvpact[redis]'") from None
+        raise NoSuchTier(f"a {url.scheme} tier needs redis-py: pip install 'kvpact[redis]'") from None
     base, _, kind = url.scheme.partition("+")
     addresses = list(_addresses(url, 26379 if kind == "sentinel" else 6379))
     path = url.path.strip("/").split("/")
@@ -45,23 +46,23 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     database = "/".join(path) or "0"
     example = SCHEMES[url.scheme].example
     if (kind == "sentinel") != bool(service) or not (database.isascii() and database.isdecimal()):
-        raise TierError(f"{url}: the path must be a database's number, like {example}")
+        raise NoSuchTier(f"{url}: the path must be a database's number, like {example}")
     if kind == "cluster" and database != "0":
-        raise TierError(f"{url}: a cluster has one database only, number 0; leave the path out")
+        raise NoSuchTier(f"{url}: a cluster has one database only, number 0; leave the path out")
     if not kind and len(addresses) > 1:
-        raise TierError(f"{url}: one server, or {base}+cluster, or {base}+sentinel; like {example}")
+        raise NoSuchTier(f"{url}: one server, or {base}+cluster, or {base}+sentinel; like {example}")
     options = url.options
-    if (ca_file := options.get("ca_file")) and not Path(ca_file).is_file():
+    if (ca_file := options.get("ca_file")) and base != "rediss":
+        raise NoSuchTier(f"{url}: ca_file is for TLS; write rediss instead of redis")
+    if ca_file and not Path(ca_file).is_file():
         raise TierError(f"{url}: there is no file {ca_file}; ca_file names the certificates that sign the server's")
-    if ca_file and base != "rediss":
-        raise TierError(f"{url}: ca_file is for TLS; write rediss instead of redis")
     part_bytes = url.size("part", PART_BYTES)
     if not MIN_PART <= part_bytes <= MAX_PART:
-        raise TierError(f"{url}: part must be from {format_size(MIN_PART)} to {format_size(MAX_PART)}")
+        raise NoSuchTier(f"{url}: part must be from {format_size(MIN_PART)} to {format_size(MAX_PART)}")
     expiry = url.seconds("expiry", 0.0) if "expiry" in options else None
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     if expiry == 0 or timeout == 0:
-        raise TierError(f"{url}: a time must be more than 0; leave the option out for none")
+        raise NoSuchTier(f"{url}: a time must be more than 0; leave the option out for none")
     if for_tool:
         expiry = None
     user, _, password = url.host.rpartition("@")[0].partition(":")
@@ -87,5 +88,5 @@ def _addresses(url: TierURL, port: int) -> Iterator[Address]:
         except ValueError:
             host = None
         if not host:
-            raise TierError(f"{url}: a host and port like cache:{port} is needed")
+            raise NoSuchTier(f"{url}: a host and port like cache:{port} is needed")
         yield host, its_port
