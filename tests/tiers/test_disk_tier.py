@@ -208,6 +208,23 @@ def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
     assert [tier.leading(chain(name, 4)) for name in ("old", "used", "young", "new")] == [4, 0, 4, 4]
 
 
+def test_h98_a_clock_that_is_set_back_makes_nothing_look_older_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path, slots=12)
+    store(tier, chain("before", 6))
+    tier.close()
+    right, right_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: right() - 3600)
+    monkeypatch.setattr(time, "time_ns", lambda: right_ns() - 3600 * 10**9)
+    tier = open_tier(tmp_path, slots=12)
+    store(tier, chain("after", 6))
+    tier.close()
+    tier = open_tier(tmp_path, slots=12)
+    store(tier, chain("new", 6))
+    assert [tier.leading(chain(name, 6)) for name in ("before", "after", "new")] == [0, 6, 6]
+
+
 def test_h50_capacity_is_never_exceeded_however_much_is_stored(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, slots=10)
     capacity = capacity_for(10)

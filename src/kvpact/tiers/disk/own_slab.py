@@ -85,7 +85,7 @@ class OwnSlab:
         those before it, where it needs them, cost nothing.
         """
         ends = self._index.ends(slots).nonzero()[0][::-1].tolist()
-        now = time.time()
+        now = self.content.clock.now() / 1e9
         pins = self._index.pin_each([keys[index] for index in ends])
         for pin, index in zip(pins, ends, strict=True):
             self.content.used[pin.slot] = now - index * _APART_S
@@ -200,7 +200,7 @@ class OwnSlab:
         self.content.clear_headers(slots)
         on_two_threads(write, groups_of(buffers[: len(slots)]))
         written = list(takewhile(digests.__contains__, slots))
-        now = time.time()
+        now = self.content.clock.now() / 1e9
         headers = {
             slot: self._header(block, slot, digests[slot], now) for slot, block in zip(written, blocks, strict=False)
         }
@@ -218,7 +218,7 @@ class OwnSlab:
         return len(written)
 
     def _header(self, block: Entry, slot: int, digest: bytes, now: float) -> RecordHeader:
-        """The header of a block that is stored `now`. Without a parent the deeper one counts as used earlier."""
+        """The header of a block that is used `now`. Without a parent the deeper one counts as used earlier."""
         return RecordHeader(
             self._namespace,
             block.key,
@@ -226,7 +226,7 @@ class OwnSlab:
             block.depth,
             bytes_of(block.buffer),
             digest,
-            written=now,
+            written=time.time(),
             used=now if block.parent else now - block.depth * _APART_S,
             slot=slot,
             epoch=block.epoch,
