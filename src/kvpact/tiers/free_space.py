@@ -1,18 +1,17 @@
 """Room that is not a tier's own: a file system, a quota, a limit on the size of files with less than its capacity.
 
-Owns which errors say so, what is said of it at the start, and which files were used least recently. Removes nothing.
+Owns which errors say so, and what is said of it at the start. What is evicted then, each tier decides.
 """
 
 from __future__ import annotations
 
 import errno
-import heapq
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvpact.units import format_size
 
@@ -37,40 +36,6 @@ def warn_if_scarce(logger: logging.Logger, whose: str, path: Path, capacity_byte
             )  # fmt: skip
 
 
-class UsedFile(NamedTuple):
-    """A file in the order of eviction: the greatest goes first."""
-
-    minus_used_ns: int
-    inode: int
-    nbytes: int
-    path: str
-
-
 def taken(status: os.stat_result) -> int:
     """Bytes that a file takes of its file system: what is reserved for it, or its length if that is more."""
     return max(status.st_size, 512 * status.st_blocks)
-
-
-def oldest_files(
-    entries: Iterable[tuple[os.DirEntry[str], bool]],
-    before_ns: int,
-    nbytes: int,
-    used_ns: Callable[[os.stat_result], int],
-) -> tuple[int, list[UsedFile]]:
-    """Bytes that all files take; and those to evict first, at least `nbytes` of them if there are that many.
-
-    Of each of `entries` it is said whether it may be evicted. What was used at `before_ns` or later may not.
-    """
-    used = held = 0
-    heap: list[UsedFile] = []
-    for entry, may_go in entries:
-        with suppress(FileNotFoundError):
-            status = entry.stat()
-            size = taken(status)
-            used += size
-            if may_go and used_ns(status) < before_ns:
-                heapq.heappush(heap, UsedFile(-used_ns(status), status.st_ino, size, entry.path))
-                held += size
-                while heap and held - heap[0].nbytes >= nbytes:
-                    held -= heapq.heappop(heap).nbytes
-    return used, sorted(heap, reverse=True)

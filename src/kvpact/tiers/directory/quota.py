@@ -6,11 +6,13 @@ record, and waits for another writer for at most `EVICTOR_TIMEOUT_SECONDS`.
 
 from __future__ import annotations
 
+import heapq
 import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Final
@@ -20,7 +22,7 @@ import msgspec
 from kvpact.own_files import Access, closing, replace_own, sync_folder
 from kvpact.tiers.directory import files
 from kvpact.tiers.directory.evictor_lock import EvictorLock, died_here, new_writer
-from kvpact.tiers.free_space import SLACK_SHARE, UsedFile, oldest_files, taken
+from kvpact.tiers.free_space import SLACK_SHARE, taken
 from kvpact.tiers.shared.store import key_of
 from kvpact.tiers.use_clock import SharedClock
 
@@ -241,15 +243,15 @@ class Quota:
             excess = used + _since(counted, settled) - target if wanted else used - limit
             evicted = 0
             life = known.life_seconds if known else TOUCH_SECONDS * TOUCH_SHARE
-            for file in candidates:
+            for negative_ns, _, size, path in candidates:
                 if excess <= 0:
                     break
                 self.lock.renew()
-                if files.remove(file.path):
+                if files.remove(path):
                     evicted += 1
-                    life = max(0.0, (self.clock.local.now() + file.minus_used_ns) / 1e9)
-                excess -= file.nbytes
-                used -= file.nbytes
+                    life = max(0.0, (self.clock.local.now() + negative_ns) / 1e9)
+                excess -= size
+                used -= size
             self._write_snapshot(UsageSnapshot(used, settled, life))
             _remove_all(abandoned)
             with self._lock:
@@ -258,17 +260,23 @@ class Quota:
         finally:
             self.lock.release()
 
-    def _oldest(self, before_ns: int, nbytes: int) -> tuple[int, list[UsedFile]]:
+    def _oldest(self, before_ns: int, nbytes: int) -> tuple[int, list[tuple[int, int, int, str]]]:
         """Bytes in use, and the records to evict first: at least `nbytes` of them if there are that many."""
-
-        def entries() -> Iterator[tuple[os.DirEntry[str], bool]]:
-            for name, entry in files.records(self._root):
-                self.lock.renew()
-                yield entry, key_of(name) is not None
-
-        used, oldest = oldest_files(entries(), before_ns, nbytes, lambda status: status.st_mtime_ns)
+        used = CONTROL_BYTES
+        heap: list[tuple[int, int, int, str]] = []  # most recently used first; at equal times the earliest created
+        held = 0
+        for name, entry in files.records(self._root):
+            self.lock.renew()
+            with suppress(FileNotFoundError):
+                status = entry.stat()
+                used += taken(status)
+                if status.st_mtime_ns < before_ns and key_of(name):
+                    heapq.heappush(heap, (-status.st_mtime_ns, status.st_ino, taken(status), entry.path))
+                    held += taken(status)
+                    while heap and held - heap[0][2] >= nbytes:
+                        held -= heapq.heappop(heap)[2]
         unfinished = map(files.status, map(self._temporaries.joinpath, os.listdir(self._temporaries)))
-        return CONTROL_BYTES + used + sum(taken(found) for found in unfinished if found), oldest
+        return used + sum(taken(found) for found in unfinished if found), sorted(heap, reverse=True)
 
     def _write_snapshot(self, found: UsageSnapshot) -> None:
         content = msgspec.json.encode(found)

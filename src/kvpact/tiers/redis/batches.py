@@ -88,6 +88,8 @@ class Batches:
                     message = f"no answer within {self._timeout:g} s"
                 case StoreError() | OSError() | ErrorReply() | ValueError():
                     message = str(error) or type(error).__name__
+                    if message.startswith("OOM "):
+                        message += "; set its maxmemory-policy to allkeys-lru"
                 case _:
                     raise
             raise StoreError(f"{self.place}: {message}") from None
