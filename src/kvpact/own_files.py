@@ -39,6 +39,9 @@ _MAKING_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 0.05
 _OTHERS: Final = 0o007
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+UNABLE: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+"""What a file system answers that has no modes, links or times, about a file of this user."""
+
 _SHARED_BITS: Final = 0o2070
 
 
@@ -104,12 +107,19 @@ class Access:
             self.make_folder(below / folder)
 
     def settle(self, what: int | Path, mode: int) -> None:
-        """Give a file or folder of ours its group and mode, if it has others: the umask may have taken bits away."""
+        """Give a file or folder of ours its group and mode, if it has others: the umask may have taken bits away.
+
+        Where the file system keeps no modes it has those of the folder, of which one warning tells.
+        """
         found = os.stat(what)
         if self.group is not None and found.st_gid != self.group:
             os.chown(what, -1, self.group)
         if stat.S_IMODE(found.st_mode) != mode:
-            os.chmod(what, mode)
+            try:
+                os.chmod(what, mode)
+            except OSError as error:
+                if self.group is not None or error.errno not in UNABLE:
+                    raise
 
     def admits(self, found: os.stat_result) -> bool:
         """Whether another member's folder is open to the group, and to no other user."""

@@ -19,6 +19,8 @@ from kvpact.tiers.urls import parse_tier_url
 
 WRITERS = 400
 RECORD = [bytes(700)]
+TAKEN = 4096
+"""What a record takes of the file system."""
 CAPACITY = 64 << 20
 GROUP = "0" * 16
 
@@ -131,7 +133,7 @@ def test_h65_a_write_does_not_cost_more_after_400_writers_died(tmp_path: Path) -
     assert len(opened) < 16
     assert counters(tmp_path) == [store.quota.writer]
     assert not os.listdir(control(tmp_path) / "new")
-    assert store.usage().used_bytes == CONTROL_BYTES + (WRITERS + 1) * len(RECORD[0])
+    assert store.usage().used_bytes == CONTROL_BYTES + (WRITERS + 1) * TAKEN
     assert sum(store.exists([name(number) for number in range(WRITERS + 1)])) == WRITERS + 1
     store.close()
 
@@ -141,7 +143,7 @@ def test_h65_restarts_that_are_killed_leave_one_counter(tmp_path: Path) -> None:
         ends(start("write_and_die", tmp_path, number, 1))
         assert len(counters(tmp_path)) == 1
     store = open_store(tmp_path)
-    assert store.usage().used_bytes == CONTROL_BYTES + 12 * len(RECORD[0])
+    assert store.usage().used_bytes == CONTROL_BYTES + 12 * TAKEN
 
 
 @pytest.mark.parametrize(
@@ -154,10 +156,10 @@ def test_h65_a_kill_while_the_dead_are_counted_counts_no_byte_twice_and_none_les
         if moment == "when half of them are removed":
             break
     store = open_store(tmp_path)
-    assert store.usage().used_bytes == CONTROL_BYTES + WRITERS * len(RECORD[0])
+    assert store.usage().used_bytes == CONTROL_BYTES + WRITERS * TAKEN
     assert not counters(tmp_path)
     store.write([name(WRITERS)], [RECORD])
-    assert store.usage().used_bytes == CONTROL_BYTES + (WRITERS + 1) * len(RECORD[0])
+    assert store.usage().used_bytes == CONTROL_BYTES + (WRITERS + 1) * TAKEN
 
 
 def test_h65_processes_that_open_at_once_count_the_dead_once(tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_h65_processes_that_open_at_once_count_the_dead_once(tmp_path: Path) -> 
             store = open_store(tmp_path)
             assert len(counters(tmp_path)) <= len(others)
             written = (round_ + 1) * (100 + len(others))
-            assert store.usage().used_bytes == CONTROL_BYTES + written * len(RECORD[0])
+            assert store.usage().used_bytes == CONTROL_BYTES + written * TAKEN
         finally:
             for other in others:
                 other.kill()
@@ -202,7 +204,7 @@ def test_h65_what_a_writer_says_while_the_dead_are_counted_is_not_lost(
             return found
 
         monkeypatch.setattr(writer.quota, read, behind)
-        assert writer.quota.used_bytes() == CONTROL_BYTES + 50 * len(RECORD[0])
+        assert writer.quota.used_bytes() == CONTROL_BYTES + 50 * TAKEN
 
 
 def test_h65_what_is_counted_outlasts_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

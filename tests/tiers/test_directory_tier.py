@@ -28,6 +28,7 @@ from kvpact.tiers.directory import evictor_lock, files, quota
 from kvpact.tiers.directory.evictor_lock import host
 from kvpact.tiers.directory.quota import CONTROL, CONTROL_BYTES
 from kvpact.tiers.directory.store import DirectoryStore, open_directory
+from kvpact.tiers.shared import tier as shared_tier
 from kvpact.tiers.shared.store import StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import parse_tier_url
@@ -38,14 +39,14 @@ from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformanc
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})
 GROUP = group_name(NAMESPACE, UNSEALED)
 SLOT = 64 << 10
-DESCRIPTION_BYTES = 512
-"""More than a namespace's description needs, and less than a block."""
+DESCRIPTION_BYTES = 4096
+"""What a namespace's description takes of the file system."""
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
 
 
 def capacity_of(blocks: int, slot_bytes: int = SLOT) -> int:
-    return blocks * (HEADER_BYTES + slot_bytes) + CONTROL_BYTES + DESCRIPTION_BYTES
+    return blocks * -(-(HEADER_BYTES + slot_bytes) // 4096) * 4096 + CONTROL_BYTES + DESCRIPTION_BYTES
 
 
 def open_store(path: Path, capacity: int) -> DirectoryStore:
@@ -474,24 +475,141 @@ def test_what_the_file_system_refuses_is_an_error_that_says_what_to_do(
     assert temporaries(tmp_path) == []
 
 
-def test_a_full_disk_drops_writes_and_serves_what_is_there(tmp_path: Path) -> None:
-    """On a real file system with less room than the capacity says."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={6 * SLOT}", "tmpfs", str(tmp_path)], capture_output=True, text=True
-    )
-    assert mounted.returncode == 0, f"this test mounts a small tmpfs, which needs root: {mounted.stderr}"
-    try:
-        tier = open_tier(tmp_path)
-        wanted = document("more than the disk", 12)
-        stored = put(tier, wanted)
-        assert 0 < stored < 12
-        assert served(tier, wanted) == stored
-        assert tier.counts().dropped_writes == 12 - stored
-        assert "No space left on device; make room there, or lower the capacity of" in tier.health().reason
-        assert temporaries(tmp_path) == []
-        tier.delete(wanted.keys)
-        assert put(tier, document("fits", 2)) == 2
-        assert tier.health().ok
-        tier.close()
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for some 20 blocks."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={22 * SLOT}", "tmpfs", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting needs more rights than this user has")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_h95_on_a_file_system_smaller_than_the_capacity_the_least_recently_used_goes(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(quota, "TOUCH_SECONDS", 0.0)
+    tier = open_tier(small_disk)
+    assert "a capacity of 66.41MiB is more than the 1.371MiB that" in caplog.text, "said at the start"
+    used = document("used", 4)
+    assert put(tier, used) == 4
+    for number in range(20):
+        wanted = document(f"document {number}", 4)
+        assert put(tier, wanted) == 4 == served(tier, wanted), "the new one is stored, in the same call"
+        assert tier.leading(used.keys) == 4, "what is used stays"
+    assert served(tier, used) == 4
+    assert served(tier, document("document 0", 4)) == 0
+    assert tier.counts().dropped_writes == 0
+    assert tier.counts().evicted > 60
+    assert tier.health().ok
+    assert "No space left on device" in tier.health().reason
+    assert tier.health().reason.endswith("; what was used least recently goes")
+    assert caplog.text.count("No space left on device") == 1
+    assert temporaries(small_disk) == []
+    other = open_tier(small_disk)
+    for number in range(4):
+        assert put(other, document(f"of a second engine {number}", 4)) == 4
+    tier.delete([header.key for header in tier.scan()])
+    monkeypatch.setattr(shared_tier, "FULL_SECONDS", 0.0)
+    assert put(tier, document("fits", 2)) == 2
+    assert tier.health().reason == ""
+    tier.close()
+    other.close()
+
+
+def test_h95_after_a_restart_on_a_full_file_system_it_goes_on(small_disk: Path) -> None:
+    tier = open_tier(small_disk)
+    for number in range(4):
+        assert put(tier, document(f"document {number}", 4)) == 4
+    tier.close()
+    subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/ballast"], capture_output=True, check=False)
+    tier = open_tier(small_disk)
+    assert put(tier, document("new", 2)) == 2
+    assert served(tier, document("document 3", 4)) == 4
+    assert served(tier, document("document 0", 4)) < 4
+    tier.close()
+
+
+def test_h95_what_no_eviction_makes_room_for_empties_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota elsewhere, or a snapshot that keeps what is removed: a write fails whatever goes."""
+    tier = open_tier(tmp_path)
+    assert put(tier, document("stored", 64)) == 64
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(files, "write_new", refuse)
+    for number in range(20):
+        assert put(tier, document(f"document {number}", 1)) == 0
+    assert not tier.health().ok
+    assert "Disk quota exceeded" in tier.health().reason
+    assert tier.counts().evicted < 24
+    tier.close()
+
+
+def test_h50_small_records_count_as_what_the_file_system_takes_for_them(tmp_path: Path) -> None:
+    store = open_store(tmp_path, capacity=1 << 20)
+    names = [f"{GROUP}/{number:064x}" for number in range(400)]
+    for first in range(0, 400, 100):
+        store.write(names[first : first + 100], [[bytes(300)]] * 100)
+        taken = sum(512 * path.stat().st_blocks for path in tmp_path.rglob("*") if len(path.name) == 64)
+        assert taken <= 1 << 20
+    assert sum(store.exists(names)) > 200
+    assert store.exists(names[-100:]) == [True] * 100
+    store.close()
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """From now on this host's wall clock is so far off; file systems and monotonic clocks are as they were."""
+    right, right_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: right() + seconds)
+    monkeypatch.setattr(time, "time_ns", lambda: right_ns() + int(seconds * 1e9))
+
+
+def newest_readable(tier: SharedTier, label: str) -> int:
+    """Of 20 documents of one block each, reported as stored, how many of the last 10 can be read."""
+    wanted = [document(f"{label} {number}", 1) for number in range(20)]
+    assert [put(tier, one) for one in wanted] == [1] * 20
+    return sum(served(tier, one) for one in wanted[-10:])
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+def test_h98_hosts_whose_clocks_differ_keep_what_was_used_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    right = open_tier(tmp_path, 14)
+    assert newest_readable(right, "before") == 10
+    with monkeypatch.context() as patch:
+        set_clock(patch, seconds)
+        wrong = open_tier(tmp_path, 14)
+        assert newest_readable(wrong, "of the other host") == 10
+    assert newest_readable(right, "after") == 10
+    used = document("after 19", 1)
+    assert served(wrong, used) == 1
+    assert newest_readable(wrong, "of the other host again") == 10
+    assert right.leading(document("of the other host 19", 1).keys) == 0
+    right.close()
+    wrong.close()
+
+
+def test_h98_after_the_clock_was_set_back_new_blocks_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path, 14)
+    assert newest_readable(tier, "before") == 10
+    set_clock(monkeypatch, -3600.0)
+    assert newest_readable(tier, "while it runs") == 10
+    tier.close()
+    tier = open_tier(tmp_path, 14)
+    assert newest_readable(tier, "after a restart") == 10
+    tier.close()
+
+
+def test_h98_a_host_whose_clock_is_ahead_takes_nobody_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path, 14)
+    written = tmp_path / OWN_FOLDER / CONTROL / "new" / "another+1+7+01234567.0"
+    written.write_bytes(b"being written by another host")
+    set_clock(monkeypatch, 86400.0)
+    assert put(tier, document("many", 30)) > 0
+    again = open_tier(tmp_path, 14)
+    assert written.exists()
+    tier.close()
+    again.close()

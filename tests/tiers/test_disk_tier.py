@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -205,6 +206,23 @@ def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, slots=12)
     store(tier, chain("new", 4))
     assert [tier.leading(chain(name, 4)) for name in ("old", "used", "young", "new")] == [4, 0, 4, 4]
+
+
+def test_h98_a_clock_that_is_set_back_makes_nothing_look_older_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path, slots=12)
+    store(tier, chain("before", 6))
+    tier.close()
+    right, right_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: right() - 3600)
+    monkeypatch.setattr(time, "time_ns", lambda: right_ns() - 3600 * 10**9)
+    tier = open_tier(tmp_path, slots=12)
+    store(tier, chain("after", 6))
+    tier.close()
+    tier = open_tier(tmp_path, slots=12)
+    store(tier, chain("new", 6))
+    assert [tier.leading(chain(name, 6)) for name in ("before", "after", "new")] == [0, 6, 6]
 
 
 def test_h50_capacity_is_never_exceeded_however_much_is_stored(tmp_path: Path) -> None:
@@ -476,29 +494,69 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", where], check=True)
 
 
-def test_a_full_disk_costs_new_blocks_only_and_growth_is_tried_again(
+def test_h95_on_a_disk_smaller_than_the_capacity_the_least_recently_used_goes(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(128 << 10))
-    tier = open_tier(small_disk, slots=24)
-    assert store(tier, chain("first", 4)) == 4
+    ballast.write_bytes(bytes(96 << 10))
+    tier = open_tier(small_disk, slots=64)
+    assert "a capacity of 580KiB is more than the 160KiB that" in caplog.text, "said at the start"
     for number in range(20):
-        store(tier, chain(f"document {number}", 4))
+        assert store(tier, chain(f"document {number}", 4)) == 4, "the new one is stored, in the same call"
+        assert served(tier, KEYS) == 8 if number > 1 else store(tier, KEYS) == 8, "what is used stays"
+        tier.tend()
     tier.check()
-    held = tier.capacity().blocks
-    assert 4 <= held < 16
-    assert served(tier, chain("first", 4)) == 4, "what it has, it serves"
+    assert 12 <= tier.capacity().blocks < 20
+    assert served(tier, chain("document 19", 4)) == 4
+    assert served(tier, chain("document 0", 4)) == 0
     assert caplog.text.count("cannot grow") == 1
-    assert "No space left on device" in tier.health().reason
-    assert tier.counts().dropped_writes > 0
+    assert tier.health().ok
+    assert "No space left on device; it serves what it has" in tier.health().reason
+    assert tier.counts().dropped_writes == 0
     ballast.unlink()
-    monkeypatch.setattr(slab_size, "GROWTH_RETRY_S", 0.0)
+    monkeypatch.setattr(slab_size, "RETRY_S", 0.0)
+    tier.tend()
+    held = tier.capacity().blocks
     assert store(tier, chain("later", 8)) == 8 == served(tier, chain("later", 8))
+    assert tier.capacity().blocks == held + 8, "growth is tried again"
     assert tier.health().reason == ""
     tier.check()
     tier.close()
     assert not verify_slab(slab_path(small_disk)).damaged
+
+
+def test_h95_after_a_restart_on_a_full_disk_it_goes_on(small_disk: Path) -> None:
+    tier = open_tier(small_disk, slots=64)
+    for number in range(10):
+        assert store(tier, chain(f"document {number}", 4)) == 4
+    tier.close()
+    subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/ballast"], capture_output=True, check=False)
+    tier = open_tier(small_disk, slots=64)
+    assert served(tier, chain("document 9", 4)) == 4
+    assert store(tier, KEYS) == 8 == served(tier, KEYS)
+    assert tier.leading(chain("document 9", 4)) == 4
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from slab_scenes import bare_tier, chain, served, store
+place = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (128 << 10, 128 << 10))
+tier = bare_tier(place, slots=64)
+print([store(tier, chain(f"document {number}", 4)) for number in range(10)])
+print(served(tier, chain("document 9", 4)), served(tier, chain("document 0", 4)), tier.health().ok)
+print(tier.health().reason)
+tier.close()
+"""
+
+
+def test_h95_a_limit_on_the_size_of_files_is_no_dead_end(tmp_path: Path) -> None:
+    command, found = [sys.executable, "-c", LIMITED, str(tmp_path)], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | found)
+    stored, held, reason = said.stdout.splitlines()
+    assert (stored, held) == (str([4] * 10), "4 0 True")
+    assert "File too large; it serves what it has" in reason
 
 
 def test_a_disk_too_full_for_a_superblock(small_disk: Path) -> None:

@@ -23,7 +23,7 @@ from hook_time import assert_ends_within
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.awaited import open_tiers
-from kvpact.tiers.base import HEADER_BYTES, Entry, RecordMac, Tier
+from kvpact.tiers.base import HEADER_BYTES, Entry, RecordMac, Tier, TierHealth
 from kvpact.tiers.objects.bucket import Bucket
 from kvpact.tiers.objects.packs import HEAD_BYTES, Pack, PackMemory, decode_pack, encode_pack
 from kvpact.tiers.objects.store import ObjectStore, open_objects
@@ -478,6 +478,34 @@ def test_wrong_credentials_are_said_and_never_shown(s3: Traffic, code: str) -> N
     assert f"HTTP 403 ({code})" in str(refused.value)
     assert ACCESS_KEY not in str(refused.value)
     assert SECRET_KEY not in str(refused.value)
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "QuotaExceeded"), (400, "XMinioAdminBucketQuotaExceeded")])
+def test_h95_h104_a_bucket_that_is_full_is_no_matter_of_credentials(scene: Scene, status: int, code: str) -> None:
+    tier = scene.tier("600ms")
+    with scene.traffic.spoiled(lambda request: Spoiled(status, code) if request.method == "PUT" else None):
+        assert stored(tier) == 0
+    right = f"is full: HTTP {status} ({code}); raise its quota, or have a lifecycle rule remove objects"
+    assert right in tier.health().reason
+    assert stored(tier) == 8
+    assert tier.health() == TierHealth(ok=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [("AWS_ENDPOINT_URL", "s3://bucket/x"), ("AZURE_ENDPOINT", "az://bucket/x"), ("GOOGLE_BASE_URL", "gs://bucket/x")],
+)
+def test_h104_an_endpoint_of_the_environment_that_is_not_encrypted_is_named(
+    s3: Traffic, monkeypatch: pytest.MonkeyPatch, name: str, url: str
+) -> None:
+    monkeypatch.setenv(name, s3.server)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "tests")
+    with pytest.raises(TierError) as refused:
+        open_objects(parse_tier_url(f"{url}?anonymous=true"))
+    assert str(refused.value) == (
+        f"{url}: its endpoint, which the environment names (like AWS_ENDPOINT_URL), is not encrypted; use https, or "
+        'add "allow_http=true"'
+    )
 
 
 def test_credentials_that_end_later_are_a_miss_and_never_shown(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

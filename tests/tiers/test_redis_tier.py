@@ -380,6 +380,7 @@ def test_a_server_that_is_full_and_evicts_nothing_takes_what_fits(tmp_path: Path
         assert min(stored(tier, wanted) for wanted in documents) < 12
         assert (tier.health().ok, tier.counts().dropped_writes > 0) == (False, True)
         assert "OOM" in tier.health().reason
+        assert tier.health().reason.endswith("; set its maxmemory-policy to allkeys-lru"), "H104: and what is right"
         for wanted in documents:
             assert served(tier, wanted) == tier.leading(wanted.keys)
         assert served(tier, documents[0]) == 12

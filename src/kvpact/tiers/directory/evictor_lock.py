@@ -14,6 +14,7 @@ from typing import Final
 
 from kvpact.own_files import Access, closing
 from kvpact.tiers.directory import files
+from kvpact.tiers.free_space import FULL
 
 LEASE_SECONDS: Final = 10.0
 """A writer that sees an evictor's lock unchanged for this long takes the evictor for dead."""
@@ -61,8 +62,12 @@ class EvictorLock:
                 if not self._owner_is_dead():
                     return False
                 self._path.unlink(missing_ok=True)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                return True  # there is no room for its file before something is evicted; two evictors do no harm
             else:
-                with closing(descriptor):
+                with closing(descriptor), suppress(OSError):
                     os.write(descriptor, self._writer.encode())
                 self._renewed = time.monotonic()
                 return True

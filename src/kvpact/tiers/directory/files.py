@@ -76,7 +76,8 @@ def write_new(path: Path, pieces: RecordPieces, used_ns: int) -> None:
     """Create a file, last used at `used_ns`; it is on disk when this returns."""
     with closing(PRIVATE.create(path)) as descriptor:
         completely(os.pwritev, descriptor, [memoryview(piece).cast("B") for piece in pieces], 0)
-        os.utime(descriptor, ns=(used_ns, used_ns))
+        with suppress(OSError):  # a file system that sets no times: the order of writing must do
+            os.utime(descriptor, ns=(used_ns, used_ns))
         os.fsync(descriptor)
 
 

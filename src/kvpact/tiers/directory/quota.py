@@ -22,7 +22,9 @@ import msgspec
 from kvpact.own_files import Access, closing, replace_own, sync_folder
 from kvpact.tiers.directory import files
 from kvpact.tiers.directory.evictor_lock import EvictorLock, died_here, new_writer
+from kvpact.tiers.free_space import SLACK_SHARE, taken
 from kvpact.tiers.shared.store import key_of
+from kvpact.tiers.use_clock import SharedClock
 
 CONTROL: Final = ".kvpact"
 """The folder beside the groups for the writers' counters and for records that are being written."""
@@ -38,9 +40,6 @@ TOUCH_SHARE: Final = 8
 
 EVICTOR_TIMEOUT_SECONDS: Final = 2.0
 """A write waits this many seconds for another writer's evictor, then it is dropped."""
-
-SLACK_SHARE: Final = 16
-"""An evictor frees this part of the capacity more than needed, so that not every write must evict."""
 
 ABANDONED_SECONDS: Final = 3600.0
 """A file that a writer on another host has not changed for this long counts as left by a dead writer."""
@@ -86,16 +85,33 @@ class Quota:
         self._numbers = count()
         self._reserved = 0
         self._settled = 0
+        self.clock = SharedClock(control / "clock", access)
+        """The times of uses."""
+        self._block_bytes = 1
 
     def recover(self) -> None:
         """Create the ledger's folders; count and remove the files of dead writers."""
         for directory in (self._control, self._temporaries, self._counters):
             self._access.make_folder(directory)
+        self._block_bytes = os.statvfs(self._root).f_frsize
+        self.clock.now()
         _remove_all(self._abandoned(self._temporaries))
         if self.snapshot() is None:
-            self._evict(0, time.time_ns())
+            self._evict(0, self.clock.now(), self.capacity_bytes)
         else:
             self._fold_dead_writers()
+
+    def taken(self, nbytes: int) -> int:
+        """Bytes that a file of this length takes of the file system, in whole blocks."""
+        return -(-nbytes // self._block_bytes) * self._block_bytes
+
+    def make_room(self, nbytes: int) -> int:
+        """See `RecordStore`: what is there now is as good as the capacity."""
+        for _ in range(2):  # the first look may find less there than the ledger says
+            limit = min(self.capacity_bytes, self.used_bytes())  # with those `nbytes`, which were not written
+            if freed := self._evict(max(1, 2 * nbytes), self.clock.now(), limit):
+                return freed
+        return 0
 
     def new_file(self) -> Path:
         """A path for a file that is being written; it is removed after this process has died."""
@@ -115,7 +131,7 @@ class Quota:
             if hopeless:
                 granted = sum(total <= room for total in accumulate(sizes[:granted]))
             else:
-                freed = self._evict(wanted, time_ns)
+                freed = self._evict(wanted, time_ns, self.capacity_bytes)
                 hopeless = freed == 0 or (freed is None and time.monotonic() >= deadline)
                 if freed is None:
                     time.sleep(_RETRY_SECONDS)
@@ -203,8 +219,8 @@ class Quota:
 
     # The evictor
 
-    def _evict(self, wanted: int, before_ns: int) -> int | None:
-        """List all records and evict until `wanted` bytes are free; returns the number evicted.
+    def _evict(self, wanted: int, before_ns: int, limit: int) -> int | None:
+        """List all records and evict until `wanted` of `limit` bytes are free; returns the number evicted.
 
         Evicts nothing used after `before_ns`. None if another writer evicts.
         """
@@ -220,11 +236,11 @@ class Quota:
             gone = {path.name for path in abandoned}
             # The bytes to free are known only after the listing, and at most what the ledger says: the oldest files of
             # that size together are candidates, so that not every name is kept.
-            target = self.capacity_bytes - min(wanted, self.capacity_bytes) - self.capacity_bytes // SLACK_SHARE
-            most = known.used_bytes + _since(counted, known.settled) - target if known else self.capacity_bytes
+            target = limit - min(wanted, limit) - limit // SLACK_SHARE
+            most = known.used_bytes + _since(counted, known.settled) - target if known else limit
             used, candidates = self._oldest(before_ns, most)
             counted = {name: numbers for name, numbers in self.counted().items() if name not in gone}
-            excess = used + _since(counted, settled) - target if wanted else used - self.capacity_bytes
+            excess = used + _since(counted, settled) - target if wanted else used - limit
             evicted = 0
             life = known.life_seconds if known else TOUCH_SECONDS * TOUCH_SHARE
             for negative_ns, _, size, path in candidates:
@@ -233,7 +249,7 @@ class Quota:
                 self.lock.renew()
                 if files.remove(path):
                     evicted += 1
-                    life = max(0.0, time.time() + negative_ns / 1e9)
+                    life = max(0.0, (self.clock.local.now() + negative_ns) / 1e9)
                 excess -= size
                 used -= size
             self._write_snapshot(UsageSnapshot(used, settled, life))
@@ -253,14 +269,14 @@ class Quota:
             self.lock.renew()
             with suppress(FileNotFoundError):
                 status = entry.stat()
-                used += status.st_size
+                used += taken(status)
                 if status.st_mtime_ns < before_ns and key_of(name):
-                    heapq.heappush(heap, (-status.st_mtime_ns, status.st_ino, status.st_size, entry.path))
-                    held += status.st_size
+                    heapq.heappush(heap, (-status.st_mtime_ns, status.st_ino, taken(status), entry.path))
+                    held += taken(status)
                     while heap and held - heap[0][2] >= nbytes:
                         held -= heapq.heappop(heap)[2]
         unfinished = map(files.status, map(self._temporaries.joinpath, os.listdir(self._temporaries)))
-        return used + sum(found.st_size for found in unfinished if found), sorted(heap, reverse=True)
+        return used + sum(taken(found) for found in unfinished if found), sorted(heap, reverse=True)
 
     def _write_snapshot(self, found: UsageSnapshot) -> None:
         content = msgspec.json.encode(found)
@@ -275,8 +291,8 @@ class Quota:
         if died_here(path.name):
             return True
         # Also for a writer on this host: a new process may have the pid of a dead one.
-        status = files.status(path)
-        return status is not None and time.time() - status.st_ctime > ABANDONED_SECONDS
+        status, clock = files.status(path), files.status(self.clock.path)  # both times are the file server's
+        return status is not None and clock is not None and clock.st_ctime - status.st_ctime > ABANDONED_SECONDS
 
     def close(self) -> None:
         """Remove this writer's counter, unless the ledger still needs it."""

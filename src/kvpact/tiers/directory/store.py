@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvpact.own_files import Access, NotOurs, OwnFolder
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.directory import BACKEND, files
 from kvpact.tiers.directory.quota import CONTROL, Quota
+from kvpact.tiers.free_space import FULL, warn_if_scarce
 from kvpact.tiers.record import FIELDS
 from kvpact.tiers.shared.store import (
     RecordBuffer,
@@ -32,19 +32,16 @@ from kvpact.tiers.shared.store import (
     RecordStore,
     StoredRecord,
     StoreError,
+    StoreFull,
     StoreUsage,
     key_of,
     record_name,
 )
 from kvpact.tiers.urls import TierURL
+from kvpact.tiers.use_clock import STEP_NS
 
 logger = logging.getLogger(__name__)
 
-_STEP_NS: Final = 1_000
-"""How much older than its parent a record looks at least: the finest step that all file systems with more than whole
-seconds keep."""
-
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
@@ -58,9 +55,9 @@ class DirectoryStore(RecordStore):
 
     **Eviction.** Whoever finds too little room becomes the evictor and removes what was used least recently until a
     sixteenth of the capacity is free; this takes some 30 us a record on a local disk. A record's time is its file's
-    mtime: set when it is written or looked up, always a little before the time of the block before it, so that tails go
-    before heads; files of the same time (Lustre keeps whole seconds) go in the reverse order of writing. A write never
-    evicts what was used after it.
+    mtime, by `SharedClock`: set when it is written or looked up, always a little before that of the block before it, so
+    that tails go before heads; files of the same time (Lustre keeps whole seconds) go in the reverse order of writing.
+    A write never evicts what was used after it. Where the file system has less room than the capacity, that is as good.
 
     **Death.** A process killed at any time leaves temporary files and a counter. The next store that is opened or
     evicts on that host removes them, and counts as used what the counter said; elsewhere this takes an hour. The lock
@@ -68,8 +65,7 @@ class DirectoryStore(RecordStore):
     at once, they remove more than needed.
 
     Engines that share the directory run as one user or as members of one group that the URL names, with one capacity
-    (each keeps to its own), on clocks that agree within seconds: a skew makes records look more or less used and harms
-    nothing else.
+    (each keeps to its own). Their clocks need not agree: all go on from the time of whoever is ahead, by a file.
     """
 
     kind = BACKEND.label
@@ -83,7 +79,13 @@ class DirectoryStore(RecordStore):
         self.quota = Quota(folder.held, folder.access, capacity_bytes)
         if not for_tool:
             with self._reported("open"):
-                self.quota.recover()
+                try:
+                    self.quota.recover()
+                except OSError as error:
+                    if error.errno not in FULL or not self.quota.make_room(0):
+                        raise
+                    self.quota.recover()
+                warn_if_scarce(logger, "dir tier", folder.path, capacity_bytes, (self.quota.used_bytes(),))
         self.evicted = self.quota.evicted
 
     @property
@@ -109,22 +111,24 @@ class DirectoryStore(RecordStore):
 
         Without `latest_ns` a record of long ago gets the time of now, or a step before that of its parent.
         """
-        now = time.time_ns()
-        long_ago = now - used_ns > self.quota.touch_seconds * 1e9
-        if latest_ns is None:
-            latest_ns = min(now, self._before(name, self._beginning(name), {}, now) if long_ago else used_ns)
+        long_ago = self.quota.clock.local.now() - used_ns > self.quota.touch_seconds * 1e9
+        if latest_ns is None and long_ago:
+            now = self.quota.clock.now()
+            latest_ns = min(now, self._before(name, self._beginning(name), {}, now))
+        elif latest_ns is None:
+            latest_ns = used_ns
         if used_ns > latest_ns or (used_ns < latest_ns and long_ago):
             used_ns = latest_ns
             with suppress(OSError):  # evicted meanwhile, or another user's: it ages as if it were not used
                 os.utime(self.path_of(name), ns=(used_ns, used_ns))
-        return used_ns - _STEP_NS
+        return used_ns - STEP_NS
 
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
         with self._reported("read"):
             return [files.read_record(self.path_of(name), buffer) for name, buffer in zip(names, buffers, strict=True)]
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        sizes = [sum(len(memoryview(piece).cast("B")) for piece in pieces) for pieces in records]
+        sizes = [self.quota.taken(sum(len(memoryview(piece).cast("B")) for piece in pieces)) for pieces in records]
         with self._reported("write"):
             times = self._times(names, records)
             granted = self.quota.reserve(sizes, min(times, default=0))
@@ -140,9 +144,15 @@ class DirectoryStore(RecordStore):
                 f"{self.quota.capacity_bytes} bytes hold what was used later; give it a larger capacity"
             )
 
+    def make_room(self, nbytes: int) -> int:
+        with self._reported("write"):
+            freed = self.quota.make_room(nbytes)
+            self.evicted = self.quota.evicted
+        return freed
+
     def _times(self, names: Sequence[str], records: Sequence[RecordPieces]) -> list[int]:
         """Each record's time: now, but a step before that of its parent; the deeper, the older without a parent."""
-        now = time.time_ns()
+        now = self.quota.clock.now()
         times: dict[str, int] = {}
         for name, pieces in zip(names, records, strict=True):
             times[name] = min(now, self._before(name, pieces[0], times, now))
@@ -158,10 +168,10 @@ class DirectoryStore(RecordStore):
         (fields,) = np.frombuffer(header, FIELDS)
         parent = record_name(name.partition("/")[0], fields["parent"].tobytes())
         if parent in times:
-            return times[parent] - _STEP_NS
+            return times[parent] - STEP_NS
         if fields["parent"].any() and (status := files.status(self.path_of(parent))):
-            return status.st_mtime_ns - _STEP_NS
-        return now - int(fields["depth"]) * _STEP_NS
+            return status.st_mtime_ns - STEP_NS
+        return now - int(fields["depth"]) * STEP_NS
 
     def _beginning(self, name: str) -> bytes | None:
         return files.beginning(self.path_of(name), HEADER_BYTES)
@@ -222,13 +232,14 @@ class DirectoryStore(RecordStore):
             yield
         except OSError as error:
             right = ""
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 right = (
                     f"; make room there, or lower the capacity of {self.quota.capacity_bytes} bytes below what there is"
                 )
             elif error.errno in _DENIED:
                 right = f"; give user {os.geteuid()} the right to write there, and run all its engines as this user"
-            raise StoreError(f"cannot {what} in {self.place}: {error.strerror or error}{right}") from None
+            kind = StoreFull if error.errno in FULL else StoreError
+            raise kind(f"cannot {what} in {self.place}: {error.strerror or error}{right}") from None
 
 
 def open_directory(url: TierURL, *, for_tool: bool = False) -> DirectoryStore:

@@ -6,14 +6,25 @@ Owns no file. The kernel ends a lock when the last process that shares the open 
 from __future__ import annotations
 
 import fcntl
+import os
+
+from kvpact.errors import TierError
 
 
 def lock_file(descriptor: int) -> bool:
-    """Take the exclusive lock on an open file, without waiting; it ends with the process."""
+    """Take the exclusive lock on an open file, without waiting; it ends with the process.
+
+    Raises TierError where the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise TierError(
+            f"disk tier: {os.readlink(f'/proc/self/fd/{descriptor}')} cannot be locked: {error.strerror}; give a "
+            "directory on a local disk, or use dir:// there"
+        ) from None
     return True
 
 

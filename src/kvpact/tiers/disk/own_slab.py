@@ -85,7 +85,7 @@ class OwnSlab:
         those before it, where it needs them, cost nothing.
         """
         ends = self._index.ends(slots).nonzero()[0][::-1].tolist()
-        now = time.time()
+        now = self.content.clock.now() / 1e9
         pins = self._index.pin_each([keys[index] for index in ends])
         for pin, index in zip(pins, ends, strict=True):
             self.content.used[pin.slot] = now - index * _APART_S
@@ -110,10 +110,17 @@ class OwnSlab:
 
     def put(self, entries: Sequence[Entry]) -> None:
         """Store what is new of these blocks, as far as there is room. Nothing while its header table is read."""
-        if not self.content.reading:
+        dropped = 0
+        for _ in range(2):  # again where the file could not grow, since then others are evicted for these
+            if self.content.reading:
+                return
             with self._lock:
                 blocks, slots = self._reserve(entries)
-            self._write(blocks, slots)
+            backed = self.size.backed(slots)
+            dropped = len(slots) - self._write(blocks, slots, backed)
+            if backed == len(slots):
+                break
+        self._accounts.count(dropped_writes=dropped)
 
     def _reserve(self, entries: Sequence[Entry]) -> tuple[list[Entry], list[int]]:
         """The blocks that are new and have room, and their slots; the lock is held."""
@@ -155,16 +162,20 @@ class OwnSlab:
         assert reservation is not None
         return reservation.slots
 
-    def _write(self, blocks: Sequence[Entry], slots: Sequence[int]) -> None:
-        """Store blocks whose `slots` are reserved; of those that cannot be stored the slots become free again."""
+    def _write(self, blocks: Sequence[Entry], slots: Sequence[int], backed: int) -> int:
+        """Store blocks whose `slots` are reserved, of which the file has the first `backed`; returns how many it did.
+
+        The slots of the others become free again, and blocks that waited for them go (H26).
+        """
         stored = 0
         try:
-            stored = self._store(blocks, slots[: self.size.backed(slots)])
+            stored = self._store(blocks, slots[:backed])
         except OSError as error:
             self.content.note_write_failed(error)
         finally:
             if stored < len(slots):
-                self._abandon(slots[stored:])
+                self.content.lose(lambda: self._index.abandon(slots[stored:]), slots[stored:])
+        return stored
 
     def _store(self, blocks: Sequence[Entry], slots: Sequence[int]) -> int:
         """Write `blocks[i]` to `slots[i]` and index it; return the number of leading blocks written.
@@ -189,7 +200,7 @@ class OwnSlab:
         self.content.clear_headers(slots)
         on_two_threads(write, groups_of(buffers[: len(slots)]))
         written = list(takewhile(digests.__contains__, slots))
-        now = time.time()
+        now = self.content.clock.now() / 1e9
         headers = {
             slot: self._header(block, slot, digests[slot], now) for slot, block in zip(written, blocks, strict=False)
         }
@@ -207,7 +218,7 @@ class OwnSlab:
         return len(written)
 
     def _header(self, block: Entry, slot: int, digest: bytes, now: float) -> RecordHeader:
-        """The header of a block that is stored `now`. Without a parent the deeper one counts as used earlier."""
+        """The header of a block that is used `now`. Without a parent the deeper one counts as used earlier."""
         return RecordHeader(
             self._namespace,
             block.key,
@@ -215,17 +226,12 @@ class OwnSlab:
             block.depth,
             bytes_of(block.buffer),
             digest,
-            written=now,
+            written=time.time(),
             used=now if block.parent else now - block.depth * _APART_S,
             slot=slot,
             epoch=block.epoch,
             run=self._run,
         )
-
-    def _abandon(self, slots: Sequence[int]) -> None:
-        """Free slots whose blocks could not be stored, with all blocks that waited for them (H26)."""
-        self._accounts.count(dropped_writes=len(slots))
-        self.content.lose(lambda: self._index.abandon(slots), slots)
 
     # Removal
 

@@ -337,9 +337,11 @@ class Slab(SlabReader):
         self.slots = slots
 
     def grow(self, slots: int) -> None:
-        """Have the file system allocate `slots` slots. Raises OSError (ENOSPC) and then changes nothing."""
+        """Have the file system allocate `slots` slots with their headers. Raises OSError; then it has no slot more."""
         start, end = self.superblock.file_bytes(self.slots), self.superblock.file_bytes(slots)
+        headers = PAGE_BYTES + self.slots * HEADER_BYTES, (slots - self.slots) * HEADER_BYTES
         try:
+            os.posix_fallocate(self._buffered, *headers)  # else a full disk has no room for them
             os.posix_fallocate(self._buffered, start, end - start)
         except OSError:
             os.ftruncate(self._buffered, start)

@@ -25,12 +25,16 @@ from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader
 from kvpact.tiers.disk.header_table import judged, occupied, pieces_of
 from kvpact.tiers.disk.slab import Slab, digest_table
+from kvpact.tiers.use_clock import UseClock
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
 _PERSIST_S: Final = 1.0
+
+_LATEST_USE: Final = 1e10
+"""The year 2286; a header that says more was forged."""
 
 _EXPLAINED: Final = 64
 """Unusable records of one piece of the table whose reasons are looked for."""
@@ -64,6 +68,8 @@ class SlabContent:
         """The digest of each slot's payload."""
         self.lengths = np.zeros(most_slots, np.uint32 if slab.superblock.slot_bytes < 1 << 32 else np.uint64)
         """Bytes of each slot's payload."""
+        self.clock = UseClock()
+        """When blocks are used: after all that the header table says of earlier uses."""
         self.used: dict[int, float] = {}
         """Slot -> when it was read last, where the header on disk does not say so yet."""
         self._useless = 0
@@ -180,6 +186,7 @@ class SlabContent:
             self.digests[at] = headers["digest"][: end - first]
             self.lengths[at] = headers["length"][: end - first]
             self.index.restore_some(good + first, fields["key"], fields["parent"], fields["used"])
+            self.clock.see(int(1e9 * np.fmin(fields["used"], _LATEST_USE).max(initial=0.0)))
             deleted = [lost for key in self._deleted for lost in self.index.drop(key)]
         if deleted:
             self._forget_headers([slot for _, slot in deleted])

@@ -7,7 +7,6 @@ capacity. Never reads a block.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from kvpact.identity.keys import Namespace
 from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own
 from kvpact.tiers.disk.file_lock import is_locked, lock_file, unlock_file
 from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, close_in_children
+from kvpact.tiers.free_space import warn_if_scarce
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,10 @@ class SlabDirectory:
                 "disk tier: slabs right in %s are of an older kvpact; nobody reads them and no capacity counts them: "
                 "remove them (slabs are in %s now)", named, named / OWN_FOLDER,
             )  # fmt: skip
-        return cls(named, capacity_bytes, access)
+        directory = cls(named, capacity_bytes, access)
+        held = (path.stat().st_size for path in directory.slab_paths())
+        warn_if_scarce(logger, "disk tier", directory.path, capacity_bytes, held)
+        return directory
 
     @classmethod
     def look(cls, named: Path) -> SlabDirectory:
@@ -260,8 +263,8 @@ class SlabDirectory:
             self.make_room(slab.superblock.namespace, slab.path, slab.superblock.file_bytes(generous))
             try:
                 slab.grow(generous)
-            except OSError as error:
-                if error.errno != errno.ENOSPC or generous == needed:
+            except OSError:
+                if generous == needed:
                     raise
                 slab.grow(needed)
 

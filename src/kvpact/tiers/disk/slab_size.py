@@ -15,13 +15,11 @@ from kvpact.errors import TierError, reason_of
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import State
 from kvpact.tiers.disk.slab_content import SlabContent
-from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, NoRoomYet, SlabDirectory
+from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, SlabDirectory
+from kvpact.tiers.free_space import RETRY_S
 
 GROWTH_BYTES: Final = 64 << 20
 """The file grows by this much at a time, so that the file system keeps slots contiguous."""
-
-GROWTH_RETRY_S: Final = 10.0
-"""A full disk is asked again after this time; until then a write that needs more room is dropped."""
 
 LIMIT_STEP: Final = 512
 """Slots that are given up or taken at once: a lookup waits for that, a few milliseconds."""
@@ -44,15 +42,15 @@ class SlabSize:
         needed = max(slots, default=-1) + 1
         if needed > self._slab.slots:
             with self._lock:
-                if needed > self._slab.slots and time.monotonic() >= self._growth_failed_at + GROWTH_RETRY_S:
+                if needed > self._slab.slots and time.monotonic() >= self._growth_failed_at + RETRY_S:
                     self._grow(needed)
         return next((index for index, slot in enumerate(slots) if slot >= self._slab.slots), len(slots))
 
     def _grow(self, needed: int) -> None:
-        """Grow the file to `needed` slots and some more; on failure the next try waits `GROWTH_RETRY_S`.
+        """Grow the file to `needed` slots and some more; on failure the next try waits `RETRY_S`.
 
-        Without room in the directory the slots that the file does not have are given up, until `limit`: blocks are
-        evicted for new ones.
+        Whatever is in the way, the directory's capacity or a limit of the file system, the slots that the file does not
+        have are given up until then: blocks are evicted for new ones.
         """
         generous = max(
             needed, min(self._index.usable_slots, self._slab.slots + GROWTH_BYTES // self._slab.superblock.slot_bytes)
@@ -61,12 +59,12 @@ class SlabSize:
             self._directory.grow(self._slab, needed, generous, LOCK_TIMEOUT_S)
             self._accounts.note_works("room")
         except (OSError, TierError) as error:
-            if isinstance(error, NoRoomYet):
+            if not isinstance(error, DirectoryBusy):
                 self._content.lose(lambda: self._index.withdraw_slots(self._slab.slots))
-            else:
+            if isinstance(error, OSError | DirectoryBusy):
                 self._growth_failed_at = time.monotonic()
-            why = f"cannot grow {self._slab.path}: {reason_of(error)}"
-            self._accounts.note_failed("room", f"{why}; it serves what it has")
+            kind = "room" if self._slab.slots else "write"
+            self._accounts.note_failed(kind, f"cannot grow {self._slab.path}: {reason_of(error)}; it serves what it has")
 
     @property
     def file_bytes(self) -> int:
@@ -80,6 +78,8 @@ class SlabSize:
         """
         slots = min(self._slab.superblock.slots_in(file_bytes), self._index.num_slots)
         with self._lock:
+            if time.monotonic() < self._growth_failed_at + RETRY_S:
+                slots = min(slots, self._index.usable_slots)
             while slots != (usable := self._index.usable_slots):
                 self._change_limit(
                     max(slots, usable - LIMIT_STEP) if slots < usable else min(slots, usable + LIMIT_STEP)

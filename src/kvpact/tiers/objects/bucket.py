@@ -6,8 +6,11 @@ repeats text of a server or the client, which may hold credentials. Knows nothin
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -15,15 +18,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvpact.errors import NoSuchTier, TierError
-from kvpact.own_files import Access, NotOurs, OwnFolder
+from kvpact.own_files import UNABLE, Access, NotOurs, OwnFolder
 from kvpact.tiers.daemon_pool import DaemonPool
+from kvpact.tiers.free_space import FULL, taken
 from kvpact.tiers.objects.packs import PackVersion
-from kvpact.tiers.shared.store import StoreError
+from kvpact.tiers.shared.store import StoreError, StoreFull
 from kvpact.tiers.urls import TierURL
+from kvpact.tiers.use_clock import STEP_NS, SharedClock
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS: Final = 2.0
 CONCURRENCY: Final = 16
@@ -63,9 +71,19 @@ class Bucket:
     """Objects by name. A single request ends soon after `timeout`; `each` gives up exactly then."""
 
     def __init__(
-        self, client: Any, place: str, *, timeout: float, concurrency: int, folder: OwnFolder | None = None
+        self,
+        client: Any,
+        place: str,
+        *,
+        timeout: float,
+        concurrency: int,
+        folder: OwnFolder | None = None,
+        clock: SharedClock | None = None,
     ) -> None:
-        """`client` is a store of obstore. With `folder` its objects are files, and `put` replaces any version."""
+        """`client` is a store of obstore. With `folder` its objects are files, and `put` replaces any version.
+
+        With `clock`, whose file is there, files are marked when they are used.
+        """
         self._api = import_module("obstore")
         self._failures = (import_module("obstore.exceptions").BaseError, OSError)
         self._changed = import_module("obstore.exceptions").PreconditionError
@@ -76,6 +94,8 @@ class Bucket:
         self.timeout = timeout
         self.concurrency = concurrency
         self._folder = folder
+        self._clock = clock
+        self._has_links = clock is None or _can_link(clock.path)
         self._pool = DaemonPool("kvpact-objects", concurrency)
 
     def each(self, call: Callable[[Item], Result], items: Sequence[Item], requests: int = 1) -> list[Result]:
@@ -128,11 +148,17 @@ class Bucket:
             mode = replaced if replaced and self._folder is None else "overwrite"
         try:
             if self._folder is not None:
-                self._folder.access.make_parents(self._folder.path / name, self._folder.path)
+                path = self._folder.path / name
+                self._folder.access.make_parents(path, self._folder.path)
+                if mode == "create" and not self._has_links:
+                    if path.exists():
+                        return None
+                    mode = "overwrite"  # of two writers at once the last one wins
             result = self._api.put(self.client, name, data, mode=mode, use_multipart=False)
             if self._folder is not None:
                 with suppress(FileNotFoundError):  # removed since
-                    self._folder.access.settle(self._folder.path / name, self._folder.access.file_mode)
+                    self._folder.access.settle(path, self._folder.access.file_mode)
+                self.note_used([name])
             return _version(result)
         except (self._changed, self._exists):
             return None
@@ -164,6 +190,30 @@ class Bucket:
                 return None
             raise self._told(error) from None
 
+    # Objects that are files
+
+    def note_used(self, names: Sequence[str]) -> None:
+        """Mark files as used now, each a little before the one that is named before it, by their time of access.
+
+        The time of change is a part of an object's version.
+        """
+        if self._folder is not None and self._clock is not None and names:
+            now = self._clock.now()
+            for number, name in enumerate(names):
+                path = self._folder.path / name
+                with suppress(OSError):  # removed since, another user's, or a file system that sets no times
+                    os.utime(path, ns=(now - number * STEP_NS, path.stat().st_mtime_ns))
+
+    def by_use(self) -> list[tuple[int, int, str]]:
+        """When each file was used last, the bytes that it takes, and its name; the oldest first. In a bucket none."""
+        found = list[tuple[int, int, str]]()
+        if (folder := self._folder) is not None:
+            for name in chain.from_iterable(self.pages()):
+                with suppress(OSError):
+                    status = os.stat(folder.path / name)
+                    found.append((status.st_atime_ns, taken(status), name))
+        return sorted(found)
+
     def close(self) -> None:
         """Start no more requests. Does not wait for those under way."""
         self._pool.close()
@@ -175,9 +225,20 @@ class Bucket:
     def _told(self, error: Exception) -> StoreError:
         """The StoreError for an error of the client; it takes only words from it that cannot be a secret."""
         text = str(error)
+        if self._folder is not None and (told := re.search(r"(?:os error|Errno) (\d+)", text)):
+            kind = StoreFull if int(told[1]) in FULL else StoreError
+            return kind(f"{self.place}: {os.strerror(int(told[1]))}")
         status = re.search(r"status code: (\d{3})", text)
         code = re.search(r"<Code>(\w{1,40})</Code>", text)
         answer = f"HTTP {status[1]}{f' ({code[1]})' if code else ''}" if status else type(error).__name__
+        if _FULL.search(answer):
+            right = "raise its quota, or have a lifecycle rule remove objects"
+            return StoreFull(f"{self.place} is full: {answer}; {right}")
+        if re.search(r"performing \w+ http://.*builder error", text):
+            return StoreRefused(
+                f"{self.place}: its endpoint, which the environment names (like AWS_ENDPOINT_URL), is not encrypted; "
+                'use https, or add "allow_http=true"'
+            )
         if _NO_BUCKET.search(text):
             return StoreRefused(f"{self.place}: there is no such bucket; create it, or mend the tier's URL")
         if _CREDENTIALS.search(text):
@@ -197,11 +258,30 @@ class Bucket:
         return StoreError(f"{self.place}: the answer is unusable ({answer})")
 
 
+def _can_link(path: Path) -> bool:
+    """Whether a file can be given its name only if there is none of that name. Of `path` a second name is tried."""
+    trial = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+    try:
+        os.link(path, trial)
+        trial.unlink()
+    except OSError as error:
+        if error.errno in UNABLE:
+            logger.warning(
+                "file tier: the file system of %s has no hard links: of engines that store the same block at the same "
+                "time the last one wins", path.parent,
+            )  # fmt: skip
+            return False
+    return True
+
+
 def _version(told: Mapping[str, Any]) -> PackVersion:
     return {key: told[key] for key in ("e_tag", "version") if told[key] is not None}
 
 
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+_FULL: Final = re.compile(r"HTTP 507|Quota(Exceeded|Full)|StorageFull|InsufficientStorage|NoSpace")
+"""How servers say that a bucket's quota or their disks are full."""
+
 _CREDENTIALS: Final = re.compile(
     r"169\.254\.16\d\.\d+|metadata\.google|[Cc]redential provider|MissingAccountKey|login\."
 )
@@ -241,7 +321,11 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     except Exception:  # any error about the options, whose text would repeat them
         raise NoSuchTier(f"{place}: obstore does not take these options; check endpoint, region and path") from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
-    bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
+    clock = None
+    if folder is not None and not for_tool:
+        clock = SharedClock(folder.path / ".clock", folder.access)
+        clock.now()
+    bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder, clock=clock)
     try:
         bucket.each(lambda name: bucket.get(name, 0, 1), [_PROBED])
     except StoreRefused as refused:

@@ -15,6 +15,7 @@ from operator import not_
 from typing import Final
 
 from kvpact.tiers.base import HEADER_BYTES, leading
+from kvpact.tiers.free_space import SLACK_SHARE
 from kvpact.tiers.objects import BACKEND
 from kvpact.tiers.objects.bucket import Bucket, ObjectChanged, Part, open_bucket
 from kvpact.tiers.objects.packs import (
@@ -73,12 +74,17 @@ class ObjectStore(RecordStore):
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         found = self._look({pack: None for name in names for pack in self.memory.holders(name) or (name,)})
+        self._note_used(names, found)
         return [name in found for name in names]
 
     def leading(self, names: Sequence[str]) -> int:
         """See `SupportsPacks`."""
         found = self._find(names)
+        self._note_used(names, found)
         return leading([name in found for name in names])
+
+    def _note_used(self, names: Sequence[str], found: Mapping[str, Pack]) -> None:
+        self.bucket.note_used([*dict.fromkeys(found[name].name for name in names if name in found)])
 
     def locate(self, names: Sequence[str]) -> None:
         """See `SupportsPacks`."""
@@ -337,6 +343,17 @@ class ObjectStore(RecordStore):
     def size(self, name: str) -> int | None:
         pack = self._find([name]).get(name)
         return None if pack is None else pack.records[name][1]
+
+    def make_room(self, nbytes: int) -> int:
+        """See `RecordStore`. Of objects that are files; in a bucket its lifecycle rules make room."""
+        files = self.bucket.by_use()
+        left, freed = nbytes + sum(size for _, size, _ in files) // SLACK_SHARE, 0
+        for _, size, name in files:
+            if left > 0 and key_of(name):
+                self.bucket.delete(name)
+                left, freed = left - size, freed + 1
+        self.evicted += freed
+        return freed
 
     def usage(self) -> StoreUsage:
         """Unknown: a bucket has no bound, and its used bytes need a listing."""

@@ -89,6 +89,8 @@ class Batches:
                     message = f"no answer within {self._timeout:g} s"
                 case StoreError() | OSError() | ErrorReply() | ValueError():
                     message = str(error) or type(error).__name__
+                    if message.startswith("OOM "):
+                        message += "; set its maxmemory-policy to allkeys-lru"
                 case _:  # an answer that our code did not expect
                     message = reason_of(error)
             raise StoreError(f"{self.place}: {message}") from None

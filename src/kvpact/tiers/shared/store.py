@@ -35,6 +35,10 @@ class StoreError(KvpactError):
     """An operation of a store failed or timed out. The message is one line without credentials."""
 
 
+class StoreFull(StoreError):
+    """There is no room for more, although the store may have it: a full disk, a quota."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
     """An entry of a store's listing: a record's name and its size in bytes with framing, 0 if unknown."""
@@ -112,6 +116,13 @@ class RecordStore(ABC):
     def size(self, name: str) -> int | None:
         """The record's length in bytes, None if it is not there."""
         return next((record.nbytes for record in self.names(name.partition("/")[0]) if record.name == name), None)
+
+    def make_room(self, nbytes: int) -> int:
+        """After a StoreFull: evict what was used least recently, `nbytes` and a part of all; how many records went.
+
+        0 where that is the server's to do, or nothing can go.
+        """
+        return 0
 
     @abstractmethod
     def usage(self) -> StoreUsage:

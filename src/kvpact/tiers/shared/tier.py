@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import compress, pairwise
 from typing import Final, TypeAlias, TypeVar
 
@@ -42,6 +43,7 @@ from kvpact.tiers.shared.store import (
     RecordPieces,
     RecordStore,
     StoreError,
+    StoreFull,
     StoreUsage,
     SupportsPacks,
     group_name,
@@ -57,6 +59,9 @@ Answer = TypeVar("Answer")
 _Write: TypeAlias = Callable[[Sequence[str], Sequence[RecordPieces]], None]
 _Run: TypeAlias = Sequence[Entry]
 """Blocks to be stored, each of which follows the one before it."""
+
+FULL_SECONDS: Final = 600.0
+"""For so long after its place was full a tier says so, or that long it evicts nothing more if that did not help."""
 
 USAGE_SECONDS: Final = 30.0
 """Maximum age of the known usage while blocks are written."""
@@ -90,6 +95,7 @@ class SharedTier(Tier):
         self._usage = StoreUsage()
         self._usage_at = float("-inf")
         self._described = False
+        self._full_at, self._in_vain = float("-inf"), False
         self._uses = UseCount(store.close)
 
     # Lookups and reads
@@ -244,8 +250,8 @@ class SharedTier(Tier):
             try:
                 held = self._held(runs, prompt)
                 if wanted := _storable(runs, held):
-                    self._describe()
-                    self._store(wanted, held)
+                    nbytes = sum(bytes_of(entry.buffer) for run in wanted for entry in run)
+                    self._with_room(partial(self._store, wanted, held), nbytes)
                     self._accounts.note_works("write")
                     self._note_usage()
                     held.update(entry.key for run in wanted for entry in run)
@@ -279,7 +285,8 @@ class SharedTier(Tier):
         return held
 
     def _store(self, runs: Sequence[_Run], held: Container[BlockKey]) -> None:
-        """Store the blocks of these runs that are not `held`."""
+        """Store the blocks of these runs that are not `held`. Raises StoreError."""
+        self._describe()
         alone: list[Entry] = []
         writes: list[tuple[_Write, Sequence[Entry]]] = [(self.store.write, alone)]
         for run in runs:
@@ -293,6 +300,24 @@ class SharedTier(Tier):
             for first, end in groups_of([entry.buffer for entry in entries]):
                 batch = entries[first:end]
                 write(self._names([entry.key for entry in batch]), [self._record(entry, now) for entry in batch])
+
+    def _with_room(self, write: Callable[[], None], nbytes: int) -> None:
+        """Call `write`, and again where the place is full, after what was used least recently has gone.
+
+        If that was in vain, as with a quota on others' files, no more goes for `FULL_SECONDS`. Raises StoreError.
+        """
+        late = time.monotonic() > self._full_at + FULL_SECONDS
+        try:
+            write()
+        except StoreFull as full:
+            if (self._in_vain and not late) or not self.store.make_room(nbytes):
+                raise
+            self._full_at, self._in_vain, late = time.monotonic(), True, False
+            self._accounts.note_failed("room", f"{full}; what was used least recently goes")
+            write()
+        self._in_vain = False
+        if late:
+            self._accounts.note_works("room")
 
     def _record(self, entry: Entry, now: float) -> RecordPieces:
         header = RecordHeader(
