@@ -64,7 +64,9 @@ class SlabSize:
             if isinstance(error, OSError | DirectoryBusy):
                 self._growth_failed_at = time.monotonic()
             kind = "room" if self._slab.slots else "write"
-            self._accounts.note_failed(kind, f"cannot grow {self._slab.path}: {reason_of(error)}; it serves what it has")
+            self._accounts.note_failed(
+                kind, f"cannot grow {self._slab.path}: {reason_of(error)}; it serves what it has"
+            )
 
     @property
     def file_bytes(self) -> int:
