@@ -312,7 +312,7 @@ def test_what_happens_in_operation_costs_hits_and_no_answer(house: House, start:
     """A full disk, a tier that comes late, the clock an hour back, another replica, resets and an end under load."""
     late, clock, stats = house.directory / "late", house.directory / "clock", house.directory / "stats.json"
     clock.write_text("+0\n")
-    shared = f"dir://{late}?capacity=256MiB"
+    shared = f"dir://{late}/store?capacity=256MiB"
     environment = {
         "KVPACT_MEMORY": "16MiB", "KVPACT_STATS_FILE": str(stats), "VLLM_SERVER_DEV_MODE": "1",
         "KVPACT_TIERS": f"disk://{house.disk}?capacity=1GiB {shared}", "LD_PRELOAD": str(FAKED_CLOCK),
