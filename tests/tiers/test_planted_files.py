@@ -1,4 +1,7 @@
-"""A folder that others write to is input: no file in it costs more than itself (H108, H109)."""
+"""A folder that others write to is input: no file in it costs more than itself (H108, H109).
+
+What is not protected from planted KV is said at the start (H111).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from kvpact.errors import TierError
 from kvpact.identity.base_weights import BaseWeights
 from kvpact.identity.keys import KEY_BYTES, BlockKey, Namespace
 from kvpact.tiers.accounts import Accounts
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, chained, leading
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, RecordMac, chained, leading
 from kvpact.tiers.directory.evictor_lock import host
 from kvpact.tiers.directory.store import DirectoryStore, open_directory
 from kvpact.tiers.disk import tier as disk_tier
@@ -410,3 +413,35 @@ def test_h109_a_stores_text_reaches_log_and_health_without_what_a_terminal_obeys
         assert all(sign.isprintable() or sign == "\n" for sign in text)
         assert "\nINFO" not in text
     assert len(said) == 3
+
+
+GROUPS = "capacity=1MiB&group=0"
+
+
+@pytest.mark.parametrize(
+    ("urls", "sealed", "said"),
+    [
+        (["disk://{0}/a?capacity=1MiB", "dir://{0}/b?capacity=1MiB", "file://{0}/c"], False, []),
+        ([f"disk://{{0}}/a?{GROUPS}", f"dir://{{0}}/b?{GROUPS}", "file://{0}/c?group=0"], False, ["a", "b", "c"]),
+        ([f"disk://{{0}}/a?{GROUPS}", f"dir://{{0}}/b?{GROUPS}", "file://{0}/c?group=0"], True, ["a"]),
+        (["redis://127.0.0.1:1"], False, ["127.0.0.1:1"]),
+        (["redis://127.0.0.1:1"], True, []),
+        (["dir:///missing/folder?capacity=1MiB&group=0"], False, []),
+    ],
+)
+def test_h111_what_is_not_protected_is_said_at_start_in_one_line(
+    urls: list[str], sealed: bool, said: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config({"tiers": [url.format(tmp_path) for url in urls]}, {})
+    seal = RecordMac.from_secret(b"sixteen bytes or more") if sealed else UNSEALED
+    late = LateTiers(config, seal, Namespace({"model": "tiny"}), SLOT, BaseWeights(("files:0",)))
+    tiers = late.open()
+    assert tiers is not None
+    lines = [record.getMessage() for record in caplog.records if "can plant KV there" in record.getMessage()]
+    assert len(lines) == bool(said)
+    for line in lines:
+        assert line.count("://") == len(said) + 1
+        assert all(f"{name}?" in line or f"{name} " in line for name in said)
+        assert line.endswith("see https://github.com/kvpact/kvpact/blob/main/SECURITY.md")
+    tiers.close()
+    late.close()

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import TierError
@@ -19,12 +20,15 @@ from kvpact.identity.weights import ReadingStopped, WeightsUnknown
 from kvpact.threads import give_way, on_spare_cpus, start_background
 from kvpact.tiers.base import RecordMac, Tier
 from kvpact.tiers.executor import TierExecutor
-from kvpact.tiers.registry import TierContext, open_tier
+from kvpact.tiers.registry import TierContext, may_be_planted, open_tier
 
 logger = logging.getLogger(__name__)
 
 READ_AT_ONCE_BYTES = 256 << 20
 """Bytes of the model's files that are read before the engine answers its first request: 0.2 seconds."""
+
+SECURITY: Final = "https://github.com/kvpact/kvpact/blob/main/SECURITY.md"
+"""What is protected against whom, and how to protect more."""
 
 STOP_SECONDS = 1.0
 """Seconds that a shutdown waits at most for the end of reading; a tier being opened then closes by itself."""
@@ -139,6 +143,9 @@ class LateTiers:
                     tiers[number] = open_tier(url, place)
             except TierError as error:
                 logger.error("kvpact: serving without the tier %s: %s", url, error)
+        urls = [self._config.tiers[number] for number in tiers]
+        if planted := ", ".join(str(url) for url in urls if may_be_planted(url, self._seal)):
+            logger.warning("kvpact: whoever can write to %s can plant KV there: no seal; see %s", planted, SECURITY)
         threads, write_bytes = self._config.io_threads, self._config.write_queue
         queues = tuple(TierExecutor(tier, threads, write_bytes, woken_by_owner=True) for tier in tiers.values())
         return OpenTiers(namespace, queues, tuple(tiers))
