@@ -252,6 +252,8 @@ def test_h109_whatever_lies_in_a_disk_tiers_folder_costs_no_more_than_itself(
         in_time(other.tend)
         assert caplog.text.count("is left alone") <= 2
         assert len(in_time(lambda: scan_directory(directory))) >= 2
+        with pytest.raises(TierError):
+            in_time(lambda: verify_slab(folder / "0.slab"))
         tier.close()
         other.close()
         assert served(in_time(lambda: open_tier(directory)), KEYS) == 8

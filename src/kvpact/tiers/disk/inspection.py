@@ -107,7 +107,7 @@ def verify_slab(path: str | os.PathLike[str], progress: Callable[[int, int], Non
     """
     path = Path(path)
     try:
-        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as descriptor:
             return _verify(descriptor, path, progress)
     except OSError as error:
         raise TierError(f"cannot read {path}: {error.strerror}") from None
