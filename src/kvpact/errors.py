@@ -1,11 +1,24 @@
 """The exceptions that kvpact raises.
 
-Every message says what was wrong, the value seen, and what would be right.
+Every message says what was wrong, the value seen, and what would be right, on one line of printable text: it may repeat
+what a store or a name of a file said.
 """
+
+
+def printable(text: str) -> str:
+    r"""The text with everything that a terminal would obey, or not show, written as an escape such as `\x1b`.
+
+    That is what Unicode does not count as printable: control characters with ESC, newline and tab, marks that turn the
+    direction of writing, what has no width, halves of surrogate pairs (bytes of a file name that are no UTF-8).
+    """
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 class KvpactError(Exception):
     """Base of every error that kvpact raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(KvpactError, ValueError):
@@ -35,5 +48,5 @@ class PactViolation(KvpactError, AssertionError):
 def reason_of(error: BaseException) -> str:
     """Why something failed, for people; the type of an error that nobody meant for them stands before its text."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) if isinstance(error, KvpactError) else f"{type(error).__name__}: {error}"
+        return printable(error.strerror)
+    return str(error) if isinstance(error, KvpactError) else printable(f"{type(error).__name__}: {error}")

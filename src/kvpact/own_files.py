@@ -210,8 +210,14 @@ PRIVATE: Final = Access()
 
 
 def open_own(path: Path, flags: int, mode: int = 0) -> int:
-    """`os.open`, but never through a link, and not inherited by other programs. Raises OSError."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    """`os.open` of a file, but never through a link, and not inherited by other programs. Raises OSError.
+
+    What is no file, such as a FIFO that somebody planted, is refused at once (ENXIO) instead of waited for.
+    """
+    with closing(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ENXIO, "Not a regular file", str(path))
+        return os.dup(descriptor)
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 from kvpact.tiers.executor import Job, LookupDone, PutDone, TierExecutor
 from kvpact.tiers.registry import open_store
@@ -18,7 +21,20 @@ HANGS_AFTER = 0.3
 CLOSING_SECONDS = 0.5
 
 
+def hang_from(marker: Path) -> None:
+    """Once `marker` is there no file opens any more: the call waits in the kernel, as for a server that is away."""
+    really = os.open
+
+    def opened(*arguments: Any, **named: Any) -> int:
+        if marker.exists():
+            os.read(os.pipe()[0], 1)
+        return really(*arguments, **named)
+
+    os.open = opened
+
+
 def main(url: str, how: str) -> None:
+    hang_from(Path(parse_tier_url(url).path) / "hang")
     tier = SharedTier(open_store(parse_tier_url(url)), NAMESPACE, SLOT)
     queue = TierExecutor(tier, 4, 1 << 30)
     print("open", flush=True)

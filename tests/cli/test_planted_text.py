@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.cli.screen import shown
+from kvpact.errors import printable
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.registry import open_store
 from kvpact.tiers.urls import parse_tier_url
@@ -124,4 +124,4 @@ def test_h87_what_a_server_answers_does_not_act_on_the_terminal() -> None:
 
 @pytest.mark.parametrize("text", ["plain", "Grüße, 世界", "a backslash \\ and [bold]"])
 def test_h87_text_that_can_be_read_stays_as_it_is(text: str) -> None:
-    assert shown(text) == text
+    assert printable(text) == text

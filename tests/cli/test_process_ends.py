@@ -3,6 +3,7 @@ file that never opens (H64)."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -18,7 +19,6 @@ import pytest
 
 import kvpact
 from kvpact.tiers.base import UNSEALED
-from kvpact.tiers.directory.quota import CONTROL
 from kvpact.tiers.shared.store import group_name, record_name
 from kvpact_testkit.sample_blocks import document
 from kvpact_testkit.tier.harness import NAMESPACE
@@ -57,27 +57,24 @@ def silent_s3(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 @contextmanager
 def file_that_never_opens(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Somebody holds a lease on it, and does not give it back when the kernel asks for it: 45 s."""
     path = directory / "kvpact" / FIRST
+    with ExitStack() as held:
 
-    def block() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.mkfifo(path)
+        def block() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"somebody's")
+            file = held.enter_context(path.open("r+b"))
+            held.callback(signal.signal, signal.SIGIO, signal.signal(signal.SIGIO, signal.SIG_IGN))
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 
-    yield f"file://{directory}?timeout=1s", block
+        yield f"file://{directory}?timeout=1s", block
 
 
 @contextmanager
 def shared_file_that_never_opens(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    group, _, rest = FIRST.partition("/")
-    folder = directory / "kvpact"
-    path = folder / group / rest[:2] / rest
-
-    def block() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.mkfifo(path)
-        os.mkfifo(folder / CONTROL / "writers" / "somebody")
-
-    yield f"dir://{directory}?capacity=64MiB", block
+    """The file server is away: see `process_child.hang_from`."""
+    yield f"dir://{directory}?capacity=64MiB", (directory / "hang").touch
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """Drops what is no longer trusted: blocks that failed to load, and blocks computed from garbage.
 
-Tells every part that may have or get such blocks, in one place, and keeps no state.
+Tells every part that may have or get such blocks, in one place, and remembers only what it has told people.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import LoadState, TransferJobs
 from kvpact.cache.offload import Offloader
@@ -17,6 +17,7 @@ from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import NO_TAG, BlockTags, first_among
 from kvpact.index.block_index import BlockIndex
+from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Invalidation:
     tags: BlockTags
     epochs: Epochs
     block_size: int
+    _told: LogOnce = field(default_factory=lambda: LogOnce(logger))
 
     def _invalidate_from(self, request_id: str, keys: Sequence[BlockKey], block: int) -> None:
         """Neither serve nor store the chain `keys` from `block` on: the one place that tells all parts."""
@@ -47,10 +49,12 @@ class Invalidation:
         """Blocks failed to load: drop them, and all of the chain after them, everywhere."""
         name, failed, hanging = load.job.request_id, load.chain_failed_from(), load.failed_keys()
         if failed is not None:
-            logger.warning("kvpact: blocks from %d on of request %s failed to load; dropped", failed, name)
+            text = "kvpact: blocks from %d on of request %s failed to load; dropped (later ones are counted)"
+            self._told.log("chain", logging.WARNING, text, failed, name)
             self._invalidate_from(name, load.keys, failed)
         if hanging:
-            logger.warning("kvpact: %d blocks of side groups of request %s failed to load; dropped", len(hanging), name)
+            text = "kvpact: %d blocks of side groups of request %s failed to load; dropped (later ones are counted)"
+            self._told.log("side groups", logging.WARNING, text, len(hanging), name)
             for key in hanging:
                 self.index.drop(key)
             self.tiers.delete(hanging)

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
@@ -20,7 +21,7 @@ from kvpact.threads import give_way, start_background
 from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
-from kvpact.tiers.registry import TierContext
+from kvpact.tiers.registry import TierContext, may_be_planted
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ READ_AT_ONCE_BYTES = 256 << 20
 
 OPEN_SECONDS = 10.0
 """Seconds that a start waits at most for a tier that hangs; it is used as soon as it has been opened."""
+
+SECURITY: Final = "https://github.com/kvpact/kvpact/blob/main/SECURITY.md"
+"""What is protected against whom, and how to protect more."""
 
 STOP_SECONDS = 1.0
 """Seconds that a shutdown waits at most for the end of reading; a tier being opened then closes by itself."""
@@ -149,6 +153,9 @@ class LateTiers:
                 f'"require_tiers" out, and the engine serves without the tier until it can be used'
             )
         tiers = {number: tier.there or tier for number, tier in enumerate(opened) if not tier.is_given_up}
+        urls = [self._config.tiers[number] for number in tiers]
+        if planted := ", ".join(str(url) for url in urls if may_be_planted(url, self._seal)):
+            logger.warning("kvpact: whoever can write to %s can plant KV there: no seal; see %s", planted, SECURITY)
         threads, write_bytes = self._config.io_threads, self._config.write_queue
         queues = tuple(TierExecutor(tier, threads, write_bytes, woken_by_owner=True) for tier in tiers.values())
         return OpenTiers(namespace, queues, tuple(tiers))

@@ -201,10 +201,9 @@ def attach_all(hellos: Sequence[WorkerHandshake]) -> tuple[Arena, Sequence[Arena
 
 def _cache_of_another(name: str, spec: CacheSpec) -> ExternalCache:
     """What the class or function `name` makes. Raises ConfigError if there is none, or it makes no cache."""
+    factory = _find_factory(name)
     try:
-        cache = _find_factory(name)(spec)
-    except ConfigError:
-        raise
+        cache = factory(spec)
     except Exception as error:
         raise ConfigError(f'"cache": "{name}" makes no cache: {reason_of(error)}') from error
     if not isinstance(cache, ExternalCache):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvpact.cache.jobs import LoadState, TransferJobs
 from kvpact.contract import BlockHolder
 from kvpact.errors import PactViolation
+from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class OverdueLoads:
     _given_up: dict[int, tuple[LoadState, int]] = field(default_factory=dict, init=False)
     """Job id -> the load, and the step in which it was given up; until no rank can write its blocks."""
     _step: int = field(default=0, init=False)
+    _told: LogOnce = field(default_factory=lambda: LogOnce(logger), init=False)
 
     def bind(self, context: BlockHolder) -> None:
         """Hold blocks through `context`."""
@@ -59,11 +61,10 @@ class OverdueLoads:
         for load in self.jobs.give_up(now):
             self._hold(load)
             self._given_up[load.job.job_id] = load, self._step
-            logger.warning(
-                "kvpact: the load of %d blocks for request %s has not ended by its deadline; they are computed instead",
-                len(load.block_ids),
-                load.job.request_id,
+            text = (
+                "kvpact: the load of %d blocks for request %s is late; they are computed instead (others are counted)"
             )
+            self._told.log("late", logging.WARNING, text, len(load.block_ids), load.job.request_id)
 
     def give_up(self, now: float) -> list[LoadState]:
         """Give up what is overdue; returns the loads that the engine continues without from now on, each once."""

@@ -13,14 +13,16 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import Empty, Full, Queue
 
 import msgspec
 
+from kvpact.errors import reason_of
 from kvpact.own_files import PRIVATE, closing, open_own, replace_own
 from kvpact.threads import start_background
+from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,9 @@ TRIES = 50
 """How often a name is tried, every `RETRY_SECONDS`: the threads of an engine that was just killed may keep its lock."""
 
 RETRY_SECONDS = 0.04
+
+MOST_ENGINES = 64
+"""Names that are tried; where every lock is refused there would be no end."""
 
 
 def numbered(path: Path, number: int) -> Path:
@@ -74,6 +79,7 @@ class StatsFile:
         self._path, self._number = path, number
         self._own: Path | None = None
         self._lock = -1
+        self._told = LogOnce(logger)
         self._written = b""
         self._latest: Queue[Mapping[str, float] | None] = Queue(1)
         self._thread: threading.Thread | None = None
@@ -110,28 +116,30 @@ class StatsFile:
 
         Raises OSError.
         """
-        number = self._number
-        while not self._take_lock(path := numbered(self._path, number)):
-            number += 1
-        if number:
-            logger.info("kvpact: the counts of this engine, one of several, are written to %s", path)
-        return path
+        for number in range(self._number, self._number + MOST_ENGINES):
+            if self._take_lock(path := numbered(self._path, number)):
+                if number:
+                    logger.info("kvpact: the counts of this engine, one of several, are written to %s", path)
+                return path
+        raise BlockingIOError(f"{MOST_ENGINES} engines have a file of its name")
 
     def _take_lock(self, path: Path) -> bool:
         """Take the lock beside a file, which ends with the process; False if another engine keeps it."""
-        descriptor = PRIVATE.open(_lock_beside(path), os.O_RDWR)
-        wait = threading.Event().wait
-        for _ in range(TRIES):
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock = descriptor
-                return True
-            wait(RETRY_SECONDS)
-        os.close(descriptor)
+        with ExitStack() as refused:
+            descriptor = PRIVATE.open(_lock_beside(path), os.O_RDWR)
+            refused.callback(os.close, descriptor)
+            wait = threading.Event().wait
+            for _ in range(TRIES):
+                with suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._lock = descriptor
+                    refused.pop_all()
+                    return True
+                wait(RETRY_SECONDS)
         return False
 
     def _write(self, snapshot: Mapping[str, float]) -> None:
-        """Replace the file if any count but times has changed. An error is logged."""
+        """Replace the file if any count but times has changed. The first error of a kind is logged."""
         content = msgspec.json.encode({name: value for name, value in snapshot.items() if "seconds" not in name})
         if content == self._written:
             return
@@ -139,5 +147,6 @@ class StatsFile:
         try:
             self._own = self._own or self._claim()
             replace_own(self._own, msgspec.json.encode(snapshot))
-        except OSError as error:
-            logger.warning("kvpact: cannot write stats_file %s: %s", self._path, error)
+        except Exception as error:  # the thread goes on: the next counts may be written
+            why = reason_of(error)
+            self._told.log(why, logging.WARNING, "kvpact: cannot write stats_file %s: %s", self._path, why)

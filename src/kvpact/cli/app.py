@@ -18,7 +18,6 @@ import typer
 from typer.core import TyperGroup
 
 from kvpact import __version__
-from kvpact.cli.screen import shown
 from kvpact.errors import ConfigError, KvpactError
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except KvpactError as error:
-            typer.echo(f"kvpact: {shown(str(error))}", err=True)
+            typer.echo(f"kvpact: {error}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -1,6 +1,6 @@
 """Output of commands: as JSON, and on a terminal, which must not obey text from elsewhere.
 
-Owns the escaping of names, keys, paths and messages, because others may have written them into a store. Every command
+Names, keys, paths and messages are escaped, because others may have written them into a store. Every command
 prints them through `console` and `table`.
 """
 
@@ -13,31 +13,24 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 from rich.table import Column, Table
 
+from kvpact.errors import printable
+
 TABLE_WIDTH: Final = 2000
 """Maximum columns; a terminal wraps longer lines itself, and a file has no width."""
 
 
-def shown(text: str) -> str:
-    r"""The text with everything that a terminal would obey, or not show, written as an escape such as `\x1b`.
-
-    That is what Unicode does not count as printable: control characters with ESC, newline and tab, marks that turn the
-    direction of writing, what has no width, halves of surrogate pairs (bytes of a file name that are no UTF-8).
-    """
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
-
-
 class Screen(Console):
-    """Prints each text on a line, escaped by `shown`."""
+    """Prints each text on a line, escaped by `printable`."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(shown(item) if isinstance(item, str) else item for item in objects), **options)
+        super().print(*(printable(item) if isinstance(item, str) else item for item in objects), **options)
 
 
 class Rows(Table):
-    """A table whose cells are escaped by `shown`."""
+    """A table whose cells are escaped by `printable`."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*(shown(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+        super().add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def console() -> Screen:

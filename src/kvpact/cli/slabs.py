@@ -14,8 +14,8 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kvpact.cli.screen import age, console, print_json, progress, shown, table
-from kvpact.errors import TierError
+from kvpact.cli.screen import age, console, print_json, progress, table
+from kvpact.errors import TierError, printable
 from kvpact.tiers.disk.inspection import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
 from kvpact.units import format_size
@@ -64,7 +64,7 @@ def verify_directory(path: Path, *, as_json: bool) -> bool:
     name = TextColumn("{task.description}", markup=False)
     with progress(name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         for slab in slabs:
-            task = bar.add_task(shown(slab.stem), total=None)
+            task = bar.add_task(printable(slab.stem), total=None)
             try:
                 reports.append(verify_slab(slab, partial(_advance, bar, task)))
             except TierError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol, TypeVar
 
+from kvpact.errors import printable
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.awaited import AwaitedTier
@@ -220,7 +221,7 @@ class TierClient:
             logger.warning("kvpact: the %s tier works again", self.name)
         elif self._was_open and not was_open:
             reason = self._contained("health", lambda: self.tier.health().reason, "") or "it does not answer in time"
-            logger.warning("kvpact: the %s tier is left alone for a while: %.300s", self.name, reason)
+            logger.warning("kvpact: the %s tier is left alone for a while: %.300s", self.name, printable(reason))
 
     # Asking
 

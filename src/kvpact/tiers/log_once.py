@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from traceback import format_exception
 from typing import Final
+
+from kvpact.errors import printable
 
 MAX_KINDS: Final = 20
 """At most this many kinds of events are logged; a damaged disk can produce many."""
@@ -17,7 +20,8 @@ class LogOnce:
         self._kinds: set[str] = set()
 
     def log(self, kind: str, level: int, message: str, *arguments: object, error: Exception | None = None) -> None:
-        """Log `message`, with the traceback of `error` if given."""
+        """Log `message`, with the traceback of `error` if given; what others wrote into them reaches no terminal."""
         if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
             self._kinds.add(kind)
-            self._logger.log(level, message, *arguments, exc_info=error)
+            trace = "".join(format_exception(error)).splitlines() if error is not None else ()
+            self._logger.log(level, "%s", "\n  ".join(map(printable, [message % arguments, *trace])))

@@ -63,14 +63,13 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
         NoSuchTier: it need not be tried again.
     """
     try:
-        tier = _opened(url, place)
+        if isinstance(tier := _opened(url, place), Tier):
+            return tier
     except TierError:
         raise
     except Exception as error:  # what a file, a store or another package brings must not end the engine
         raise TierError(f"cannot open {url}: {reason_of(error)}") from error
-    if not isinstance(tier, Tier):
-        raise TierError(f"what opens {url} makes a {type(tier).__name__}; a kvpact.tiers.base.Tier is needed")
-    return tier
+    raise TierError(f"what opens {url} makes a {type(tier).__name__}; a kvpact.tiers.base.Tier is needed")
 
 
 def _opened(url: TierURL, place: TierContext) -> object:
@@ -82,6 +81,16 @@ def _opened(url: TierURL, place: TierContext) -> object:
     for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):
         return cast(OpenTier, entry.load())(url, place)
     raise NoSuchTier(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
+
+
+def may_be_planted(url: TierURL, seal: RecordMac) -> bool:
+    """Whether others can write where this tier is, and nothing tells what they write from what an engine stored.
+
+    Slabs of a disk tier have no seal; a folder without `?group=` is this user's alone.
+    """
+    backend = BACKEND_OF.get(url.scheme)
+    alone = backend is not None and "group" in backend.schemes[url.scheme].options and "group" not in url.options
+    return not alone and not (seal.name and (backend is None or backend.shared))
 
 
 def load_seal(path: Path | None) -> RecordMac:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvpact.identity.adapter_files import FilesSeen, look_at_rest
 from kvpact.identity.loaded_adapters import NO_STAMP, LoadedAdaptersWriter
+from kvpact.tiers.log_once import LogOnce
 from kvpact.vllm.compat.objects import is_tensorized, wrap_adapter_loader
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ def watch_adapters(manager: Any, table: LoadedAdaptersWriter) -> bool:
 
 
 def _saying_so(table: LoadedAdaptersWriter, load: Callable[..., Any]) -> Callable[..., Any]:
+    told = LogOnce(logger)  # an adapter may be loaded for each request
+
     @wraps(load)
     def load_adapter(lora_request: Any, *arguments: Any, **named: Any) -> Any:
         before, stamp = _look(lora_request), NO_STAMP
@@ -32,10 +35,8 @@ def _saying_so(table: LoadedAdaptersWriter, load: Callable[..., Any]) -> Callabl
             if before is not None and _look(lora_request) == before:
                 stamp = before.stamp
             else:
-                logger.warning(
-                    "kvpact: %s is not cached: it was not loaded from local files that stay as they are",
-                    lora_request.lora_path,
-                )
+                text = "kvpact: %s is not cached: it was not loaded from local files that stay as they are"
+                told.log(str(lora_request.lora_path), logging.WARNING, text, lora_request.lora_path)
             return answer
         finally:
             _say(table, lora_request, stamp)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,20 +16,26 @@ from kvpact.own_files import PRIVATE, closing, open_own
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces
 from kvpact.tiers.vectored import completely
 
-_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP})
+_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR})
+"""The errors of a name that is no file of ours: there is nothing, or what somebody else put there."""
 
 
-class _UnlessGone:
-    """A context that ends early, without an error, if its file is gone; other errors are raised."""
+class _Unless:
+    """A context that ends early, without an error, at one of these errors of the file system; others are raised."""
+
+    def __init__(self, *codes: int) -> None:
+        self._codes = codes
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        return isinstance(error, OSError) and error.errno in _GONE
+        return isinstance(error, OSError) and error.errno in self._codes
 
 
-_UNLESS_GONE: Final = _UnlessGone()
+_UNLESS_GONE: Final = _Unless(*_GONE)
+_UNLESS_CLOSED: Final = _Unless(*_GONE, errno.EACCES)
+"""Also for a file that another member of the group made so that we cannot read it."""
 
 
 def path_of(root: Path, name: str) -> Path:
@@ -39,11 +45,15 @@ def path_of(root: Path, name: str) -> Path:
 
 
 def records(root: Path, group: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every file that is a record by its path; other files in the directory are ignored."""
-    groups = [group] if group else [name for name in _list(root) if not name.startswith(".")]
+    """Every file that is a record by its path; other files in the directory are ignored.
+
+    Whoever asks for all groups is not stopped by a folder that cannot be read.
+    """
+    unless = _UNLESS_GONE if group else _UNLESS_CLOSED
+    groups = [group] if group else [name for name in _list(root, _UNLESS_GONE) if not name.startswith(".")]
     for its_group in groups:
-        for part in _list(root / its_group):
-            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(root / its_group / part) as files:
+        for part in _list(root / its_group, unless):
+            with unless, os.scandir(root / its_group / part) as files:
                 for entry in files:
                     if entry.name[:2] == part and entry.is_file(follow_symlinks=False):
                         yield f"{its_group}/{entry.name}", entry
@@ -52,13 +62,14 @@ def records(root: Path, group: str = "") -> Iterator[tuple[str, os.DirEntry[str]
 def status(path: Path) -> os.stat_result | None:
     """The file's status; None if there is no such file."""
     with _UNLESS_GONE:
-        return os.stat(path)
+        found = os.stat(path, follow_symlinks=False)
+        return found if stat.S_ISREG(found.st_mode) else None
     return None
 
 
 def read_record(path: Path, buffer: RecordBuffer) -> bool:
     """Read a file; returns whether it was there with exactly the buffer's length."""
-    with _UNLESS_GONE, closing(open_own(path, os.O_RDONLY)) as descriptor:
+    with _UNLESS_CLOSED, closing(open_own(path, os.O_RDONLY)) as descriptor:
         nbytes = sum(piece.nbytes for piece in buffer)
         views = [piece.cast("B") for piece in buffer]
         return os.fstat(descriptor).st_size == nbytes and completely(os.preadv, descriptor, views, 0) == nbytes
@@ -66,8 +77,8 @@ def read_record(path: Path, buffer: RecordBuffer) -> bool:
 
 
 def beginning(path: Path, most: int) -> bytes | None:
-    """Up to `most` bytes of a file, None if it is not there."""
-    with _UNLESS_GONE, closing(open_own(path, os.O_RDONLY)) as descriptor:
+    """Up to `most` bytes of a file, None if it is not there or cannot be read."""
+    with _UNLESS_CLOSED, closing(open_own(path, os.O_RDONLY)) as descriptor:
         return os.pread(descriptor, most, 0)
     return None
 
@@ -94,7 +105,7 @@ def remove(path: Path | str) -> bool:
     return False
 
 
-def _list(directory: Path) -> list[str]:
-    with _UNLESS_GONE:
+def _list(directory: Path, unless: _Unless) -> list[str]:
+    with unless:
         return os.listdir(directory)
     return []

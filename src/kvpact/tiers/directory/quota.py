@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, count
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -50,13 +50,16 @@ _MAX_SNAPSHOT: Final = 4 << 20
 _RETRY_SECONDS: Final = 0.02
 
 
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class UsageSnapshot(msgspec.Struct, frozen=True):
     """Usage as the last evictor left it."""
 
-    used_bytes: int
-    settled: dict[str, int]
+    used_bytes: _Count
+    settled: dict[str, _Count]
     """Writer -> its settled bytes before the evictor looked, which the evictor may have seen."""
-    life_seconds: float
+    life_seconds: Annotated[float, msgspec.Meta(ge=0)]
     """How long the record that was evicted last had not been used; a lower bound of how long records live."""
 
 
@@ -178,11 +181,12 @@ class Quota:
         return counted
 
     def snapshot(self) -> UsageSnapshot | None:
-        """The last snapshot; None if it is unreadable or does not exist yet."""
-        try:
-            return msgspec.json.decode(files.beginning(self._snapshot_path, _MAX_SNAPSHOT) or b"", type=UsageSnapshot)
-        except msgspec.DecodeError:
-            return None
+        """The last snapshot; None, so that records are counted anew, if there is none, or one that cannot be true."""
+        raw = files.beginning(self._snapshot_path, _MAX_SNAPSHOT) or b""
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
+            found = msgspec.json.decode(raw, type=UsageSnapshot)
+            return found if found.settled.get(self.writer, 0) <= self._settled else None
+        return None
 
     def used_bytes(self) -> int:
         """Upper bound of the bytes that are used or reserved."""
@@ -247,11 +251,12 @@ class Quota:
                 if excess <= 0:
                     break
                 self.lock.renew()
-                if files.remove(path):
-                    evicted += 1
-                    life = max(0.0, (self.clock.local.now() + negative_ns) / 1e9)
-                excess -= size
-                used -= size
+                with suppress(PermissionError):  # somebody else closed its folder to us
+                    if files.remove(path):
+                        evicted += 1
+                        life = max(0.0, (self.clock.local.now() + negative_ns) / 1e9)
+                    excess -= size
+                    used -= size
             self._write_snapshot(UsageSnapshot(used, settled, life))
             _remove_all(abandoned)
             with self._lock:
@@ -304,7 +309,8 @@ class Quota:
 
 def _remove_all(paths: Iterable[Path]) -> None:
     for path in paths:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # it is gone, or nothing that can be removed: it counts as before
+            path.unlink()
 
 
 def _since(counted: Mapping[str, tuple[int, int]], settled: Mapping[str, int]) -> int:

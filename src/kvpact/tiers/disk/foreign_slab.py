@@ -15,12 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvpact.errors import TierError
 from kvpact.own_files import Access, closing, open_own
 from kvpact.tiers.accounts import Accounts
-from kvpact.tiers.base import BlockBuffer, RecordError
+from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordError
 from kvpact.tiers.disk.foreign_records import ForeignRecord, ForeignRecords
-from kvpact.tiers.disk.header_table import PIECE_SLOTS
+from kvpact.tiers.disk.header_table import pieces_of
 from kvpact.tiers.disk.reading import GONE, Reading
 from kvpact.tiers.disk.slab import SlabReader, Superblock
 from kvpact.tiers.disk.slab_opening import require_ours
@@ -37,14 +36,14 @@ AT_REST_S: Final = 2.0
 class ForeignSlab:
     """Reads one slab, on the tier's own threads; `records` has what is known of it."""
 
-    def __init__(self, reader: SlabReader, accounts: Accounts) -> None:
+    def __init__(self, reader: SlabReader, records: ForeignRecords, accounts: Accounts) -> None:
         """Take over an open slab. Nothing is known of its records until `scan`."""
         self.path = reader.path
         self._accounts = accounts
         self.inode = (reader.status().st_dev, reader.status().st_ino)
         self._reader = reader
         self._uses = UseCount(reader.close)
-        self.records = ForeignRecords(reader.superblock, reader.superblock.slots_in(reader.status().st_size))
+        self.records = records
         """What is known of the slab's records."""
         self._scanned_at = (-1, -1)
         """The file's time of change and size at the last scan, if no change can have been missed."""
@@ -63,14 +62,12 @@ class ForeignSlab:
 
         None if it cannot be read, is not ours, or is of another namespace or slot size.
         """
-        try:
-            with closing(open_own(path, os.O_RDONLY)) as descriptor:
-                require_ours(os.fstat(descriptor), path, access)
-                superblock = Superblock.read(descriptor, path, refuted)
-                if superblock.namespace.digest == namespace and superblock.slot_bytes == slot_bytes:
-                    return cls(SlabReader(path, os.dup(descriptor), superblock), accounts)
-        except (OSError, TierError):
-            pass
+        with suppress(Exception), closing(open_own(path, os.O_RDONLY)) as descriptor:  # it may hold anything
+            require_ours(os.fstat(descriptor), path, access)
+            superblock = Superblock.read(descriptor, path, refuted)
+            if superblock.namespace.digest == namespace and superblock.slot_bytes == slot_bytes:
+                records = ForeignRecords(superblock, superblock.slots_in(os.fstat(descriptor).st_size))
+                return cls(SlabReader(path, os.dup(descriptor), superblock), records, accounts)
         return None
 
     # Knowing
@@ -91,10 +88,10 @@ class ForeignSlab:
             return
         slots = self._reader.superblock.slots_in(status.st_size)
         self.records.resize(slots)
-        for first in range(0, slots, PIECE_SLOTS):
+        for first, headers in pieces_of(self._reader):
             if stopped():
                 return
-            self.records.learn(first, self._reader.read_headers(first, min(PIECE_SLOTS, slots - first)))
+            self.records.learn(first, headers[: max(0, slots - first) * HEADER_BYTES])
             time.sleep(0)  # other threads need the interpreter, too
         at_rest = time.time() > status.st_mtime + AT_REST_S
         self._scanned_at = stamp if at_rest else (-1, -1)
@@ -122,12 +119,11 @@ class ForeignSlab:
         self, in_slot: Mapping[int, ForeignRecord], slots: Sequence[int], buffers: Sequence[BlockBuffer]
     ) -> list[bool]:
         """See `ReadSlots`: a block that was evicted or deleted before the end of the read is not there."""
-        try:
+        there: list[bool] = []
+        with self._accounts.contained("read", f"cannot read {self.path}"):
             count = self._reader.read_payloads(slots, buffers)
-            return [self._is_still_there(in_slot[slot]) for slot in slots[:count]]
-        except OSError as error:
-            self._accounts.note_failed("read", f"cannot read {self.path}: {error.strerror}")
-            return []
+            there += [self._is_still_there(in_slot[slot]) for slot in slots[:count]]
+        return there
 
     def _end_unusable(self, record: ForeignRecord, reason: str) -> None:
         """A payload is not what its header says: it was replaced, which is a miss, or is damaged."""

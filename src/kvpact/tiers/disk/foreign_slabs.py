@@ -38,6 +38,7 @@ class ForeignSlabs:
 
         All are opened anew when an engine has said that what it wrote is wrong.
         """
+        self._accounts.note_works("look")
         refuted, before = refuted_in(self._directory.path), self._refuted
         self._refuted = refuted
         there = {
@@ -50,7 +51,6 @@ class ForeignSlabs:
         for slab in gone:
             if slab not in kept:
                 slab.close()
-        self._accounts.note_works("look")
         for slab in self._slabs:
             with self._accounts.contained("look", f"cannot read {slab.path}"):
                 slab.scan(stopped)

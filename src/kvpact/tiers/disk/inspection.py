@@ -5,19 +5,23 @@ Owns reports. Never writes and never waits for a lock, so an engine may use the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from kvpact.errors import TierError
 from kvpact.own_files import OwnFolder, closing, open_own
-from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header, payload_digest
-from kvpact.tiers.disk.header_table import occupied
-from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock, refuted_in
+from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header
+from kvpact.tiers.disk.header_table import occupied, pieces_of
+from kvpact.tiers.disk.slab import PAGE_BYTES, SlabReader, Superblock, refuted_in
 from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at
+from kvpact.tiers.record import GROUP_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ def verify_slab(path: str | os.PathLike[str], progress: Callable[[int, int], Non
     """
     path = Path(path)
     try:
-        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as descriptor:
             return _verify(descriptor, path, progress)
     except OSError as error:
         raise TierError(f"cannot read {path}: {error.strerror}") from None
@@ -111,13 +115,12 @@ def verify_slab(path: str | os.PathLike[str], progress: Callable[[int, int], Non
 
 def _verify(descriptor: int, path: Path, progress: Callable[[int, int], None] | None) -> VerifyReport:
     superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
-    slots = [slot for slot, _ in occupied(_table(descriptor, superblock))]
-    payload = memoryview(bytearray(superblock.slot_bytes))
+    slots = [slot for slot, _ in _occupied(descriptor, path, superblock)]
     sound: dict[bytes, bytes] = {}
     damaged: list[DamagedRecord] = []
     changed = 0
     for done, slot in enumerate(slots, 1):
-        found = _read_record(descriptor, superblock, slot, payload)
+        found = _read_record(descriptor, superblock, slot)
         if isinstance(found, RecordHeader):
             sound[found.key] = found.parent
         elif found is not None:
@@ -129,9 +132,7 @@ def _verify(descriptor: int, path: Path, progress: Callable[[int, int], None] | 
     return VerifyReport(path, len(slots), len(sound), _orphans(sound), changed, damaged)
 
 
-def _read_record(
-    descriptor: int, superblock: Superblock, slot: int, payload: memoryview
-) -> RecordHeader | DamagedRecord | None:
+def _read_record(descriptor: int, superblock: Superblock, slot: int) -> RecordHeader | DamagedRecord | None:
     """The sound record in `slot`, or its damage; None if it was rewritten meanwhile."""
     raw = _raw_header(descriptor, slot)
     if is_empty_header(raw):
@@ -140,13 +141,11 @@ def _read_record(
     try:
         header = superblock.header(slot, raw)
         key, torn = header.key.hex(), True
-        at = superblock.file_bytes(slot)
-        payload = payload[: header.length]
-        got = os.preadv(descriptor, [payload], at)
-        os.posix_fadvise(descriptor, at, superblock.slot_bytes, os.POSIX_FADV_DONTNEED)
-        if got == header.length and payload_digest([payload]) == header.digest:
+        at, there = superblock.file_bytes(slot), os.fstat(descriptor).st_size
+        if at + header.length <= there and _digest(descriptor, at, header.length) == header.digest:
             return header
-        reason = "payload does not match its checksum" if got == header.length else f"payload ends after {got}"
+        ends = at + header.length > there
+        reason = f"payload ends after {max(0, there - at)}" if ends else "payload does not match its checksum"
     except RecordError as error:
         reason = str(error)
     return DamagedRecord(slot, key, reason, torn) if _raw_header(descriptor, slot) == raw else None
@@ -172,7 +171,7 @@ def _summary(item: Neighbour) -> SlabSummary | None:
     try:
         with closing(open_own(path, os.O_RDONLY)) as descriptor:
             superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
-            for slot, raw in occupied(_table(descriptor, superblock)):
+            for slot, raw in _occupied(descriptor, path, superblock):
                 with suppress(RecordError):
                     headers.append(superblock.header(slot, raw))
     except FileNotFoundError:
@@ -195,8 +194,20 @@ def _summary(item: Neighbour) -> SlabSummary | None:
     )
 
 
-def _table(descriptor: int, superblock: Superblock) -> bytes:
-    return os.pread(descriptor, superblock.table_slots * HEADER_BYTES, PAGE_BYTES)
+def _occupied(descriptor: int, path: Path, superblock: Superblock) -> Iterator[tuple[int, memoryview]]:
+    """(slot, raw header) of every slot with a header; piece by piece, however large a table the file claims."""
+    with contextlib.closing(SlabReader(path, os.dup(descriptor), superblock)) as reader:
+        for first, headers in pieces_of(reader):
+            yield from occupied(headers, first)
+
+
+def _digest(descriptor: int, at: int, length: int) -> bytes:
+    """The digest of the bytes from `at` on; piece by piece, however large a payload a header claims."""
+    state = xxhash.xxh3_128()
+    for start in range(at, at + length, GROUP_BYTES):
+        state.update(os.pread(descriptor, min(GROUP_BYTES, at + length - start), start))
+        os.posix_fadvise(descriptor, start, GROUP_BYTES, os.POSIX_FADV_DONTNEED)
+    return state.digest()
 
 
 def _raw_header(descriptor: int, slot: int) -> bytes:

@@ -98,13 +98,11 @@ class OwnSlab:
 
     def _read(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> list[bool]:
         """See `ReadSlots`: blocks that are kept stay where they are."""
-        try:
+        count = 0
+        with self._accounts.contained("read", f"cannot read {self.slab.path}"):
             count = self.slab.read_payloads(slots, buffers)
             self._accounts.note_works("read")
-            return [True] * count
-        except OSError as error:
-            self.content.note_read_failed(error)
-            return []
+        return [True] * count
 
     # Writes
 

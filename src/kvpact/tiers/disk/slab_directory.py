@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvpact.errors import TierError
+from kvpact.errors import TierError, printable
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own
 from kvpact.tiers.disk.file_lock import is_locked, lock_file, unlock_file
@@ -238,7 +238,7 @@ class SlabDirectory:
             raise NoRoomYet(f"other slabs leave {excess} bytes too little of the directory's {self.capacity_bytes}")
         for item in removable:
             self.remove(item.path)
-            logger.info("disk tier: removed %s, unused, to make room", item.path)
+            logger.info("disk tier: removed %s, unused, to make room", printable(str(item.path)))
 
     def remove(self, path: Path) -> None:
         """Remove an idle slab, and free its blocks on the disk at once although other engines may have it open.
@@ -275,5 +275,7 @@ def look_at(path: Path) -> Neighbour | None:
         status, superblock = os.fstat(descriptor), None
         with suppress(TierError, OSError):
             superblock = Superblock.read(descriptor, path)
-        return Neighbour(path, superblock, is_locked(descriptor), status.st_size, status.st_mtime)
+        # Of a file that is no slab only what it takes of the disk: anybody can make a hole of any size.
+        size = min(status.st_size, 512 * status.st_blocks) if superblock is None else status.st_size
+        return Neighbour(path, superblock, is_locked(descriptor), size, status.st_mtime)
     return None

@@ -8,17 +8,18 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Final
 
-from kvpact.errors import TierError
+from kvpact.errors import TierError, reason_of
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import Access, closing, open_own
 from kvpact.tiers.disk.file_lock import lock_file
 from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError, refuted_in
-from kvpact.tiers.disk.slab_directory import NoRoomYet, Room, SlabDirectory
+from kvpact.tiers.disk.slab_directory import ABSENT_S, NoRoomYet, Room, SlabDirectory
+from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class SlabOpener:
     directory: SlabDirectory
     namespace: Namespace
     slot_bytes: int
+    warned: LogOnce = field(default_factory=lambda: LogOnce(logger))
 
     def open(self, timeout: float) -> Slab:
         """An idle slab of the namespace, the one that was used last, else a new one.
@@ -60,9 +62,9 @@ class SlabOpener:
 
     def _try(self, *, may_make_another: bool) -> Slab | None:
         """A slab that claims this engine's share; None if it is better to wait. The directory must be locked."""
-        idle, in_use = self._existing()
+        idle, in_use, others = self._existing()
         numbers = (self.directory.slab_path(self.namespace, number) for number in count())
-        path = idle.path if idle is not None else next(path for path in numbers if path not in in_use)
+        path = idle.path if idle is not None else next(path for path in numbers if path not in in_use | others)
         slab = idle
         try:
             room = self.directory.room(self.namespace, path)
@@ -80,6 +82,9 @@ class SlabOpener:
             slab = slab or self._make(path, ideal, may_raise=may_make_another)
             if slab is not None:
                 self._claim(slab, room)
+                if room.members == 1 and slab.superblock.claim_bytes < slab.superblock.file_bytes(1):
+                    text = "disk tier: nothing is stored in %s for %d min: slabs of engines that may come back fill it"
+                    self.warned.log("room", logging.WARNING, text, self.directory.path, ABSENT_S // 60)
                 self.directory.end_announcement()
             return slab
         except BaseException:
@@ -122,44 +127,48 @@ class SlabOpener:
         if slab.status().st_size > allowed:
             slab.shrink(slots)
 
-    def _existing(self) -> tuple[Slab | None, set[Path]]:
-        """The idle slab that was used last, and the paths of those in use. Raises TierError and OSError."""
-        idle, in_use = list[Slab](), set[Path]()
+    def _existing(self) -> tuple[Slab | None, set[Path], set[Path]]:
+        """The idle slab that was used last, the paths of those in use, and those of files that this engine cannot use.
+
+        Raises OSError.
+        """
+        idle, in_use, others = list[Slab](), set[Path](), set[Path]()
         try:
             for path in self.directory.slabs_of(self.namespace).values():
-                found = self._open_existing(path)
-                if isinstance(found, Slab):
-                    idle.append(found)
-                elif found is not None:
+                try:
+                    idle.append(self._open_existing(path))
+                except BlockingIOError:
                     in_use.add(path)
+                except SuperblockError as error:
+                    self.warned.log(str(path), logging.WARNING, "disk tier: %s; starting an empty one", error)
+                except FileNotFoundError:
+                    pass
+                except (OSError, TierError) as error:
+                    text = "disk tier: %s is left alone, another file is used: %s"
+                    self.warned.log(str(path), logging.WARNING, text, path, reason_of(error))
+                    others.add(path)
             idle.sort(key=lambda slab: slab.status().st_mtime_ns)
-            return (idle.pop() if idle else None), in_use
+            return (idle.pop() if idle else None), in_use, others
         finally:
             for other in idle:
                 other.close()
 
-    def _open_existing(self, path: Path) -> Slab | Path | None:
-        """The slab at `path`, locked; the path if another process has it; None if there is none that can be read."""
-        try:
-            with closing(open_own(path, os.O_RDWR)) as descriptor:
-                require_ours(os.fstat(descriptor), path, self.directory.access)
-                if not lock_file(descriptor):
-                    return path
-                superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
-                if superblock.namespace.digest != self.namespace.digest:
-                    differences = "; ".join(superblock.namespace.differences(self.namespace))
-                    raise TierError(f"disk tier: {path} belongs to another model ({differences}); move it away")
-                if superblock.slot_bytes != self.slot_bytes:
-                    raise TierError(
-                        f"disk tier: {path} has slots of {superblock.slot_bytes} bytes, the engine's blocks have "
-                        f"{self.slot_bytes}; delete the file to start an empty cache"
-                    )
-                return Slab(path, os.dup(descriptor), superblock)
-        except FileNotFoundError:
-            return None
-        except SuperblockError as error:
-            logger.warning("disk tier: %s; starting an empty one", error)
-            return None
+    def _open_existing(self, path: Path) -> Slab:
+        """The slab at `path`, locked. Raises BlockingIOError if another process has it, else TierError and OSError."""
+        with closing(open_own(path, os.O_RDWR)) as descriptor:
+            require_ours(os.fstat(descriptor), path, self.directory.access)
+            if not lock_file(descriptor):
+                raise BlockingIOError
+            superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
+            if superblock.namespace.digest != self.namespace.digest:
+                differences = "; ".join(superblock.namespace.differences(self.namespace))
+                raise TierError(f"it belongs to another model ({differences}); move it away")
+            if superblock.slot_bytes != self.slot_bytes:
+                raise TierError(
+                    f"it has slots of {superblock.slot_bytes} bytes, the engine's blocks have {self.slot_bytes}; "
+                    "delete the file"
+                )
+            return Slab(path, os.dup(descriptor), superblock)
 
 
 def require_ours(found: os.stat_result, path: Path, access: Access) -> None:

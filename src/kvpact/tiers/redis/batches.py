@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from kvpact.errors import reason_of
-from kvpact.tiers.redis.connections import Address, Connection, ErrorReply, Moved, Pool, Reply
+from kvpact.tiers.redis.connections import Address, Connection, Moved, Pool, Reply
 from kvpact.tiers.redis.servers import Servers
 from kvpact.tiers.shared.store import StoreError
 
@@ -84,15 +84,9 @@ class Batches:
             yield time.monotonic() + self._timeout
         except Exception as error:
             self.servers.forget()
-            match error:
-                case TimeoutError():
-                    message = f"no answer within {self._timeout:g} s"
-                case StoreError() | OSError() | ErrorReply() | ValueError():
-                    message = str(error) or type(error).__name__
-                    if message.startswith("OOM "):
-                        message += "; set its maxmemory-policy to allkeys-lru"
-                case _:  # an answer that our code did not expect
-                    message = reason_of(error)
+            message = f"no answer within {self._timeout:g} s" if isinstance(error, TimeoutError) else reason_of(error)
+            if "OOM " in message:
+                message += "; set its maxmemory-policy to allkeys-lru"
             raise StoreError(f"{self.place}: {message}") from None
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from kvpact.errors import KvpactError
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError
 
 _IDLE: Final = 16
@@ -37,7 +38,7 @@ Words: TypeAlias = "bytes | RecordPieces"
 Reply: TypeAlias = "int | bytes | list[Reply] | None"
 
 
-class ErrorReply(Exception):
+class ErrorReply(KvpactError):
     """The server answered with an error, e.g. "OOM command not allowed"."""
 
 

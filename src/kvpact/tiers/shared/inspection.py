@@ -16,7 +16,11 @@ from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, RecordMac, written_in_older_format
 from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordStore, StoredRecord, headers_of, key_of
 
-_MAX_LENGTH = 1 << 32
+_MAX_LENGTH = 1 << 30
+"""No model's block is as large; a planted record may claim to be."""
+
+_MAX_FIELDS = 64 << 10
+"""Bytes of a namespace's description, which has some 1,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ def _peek(raw: bytes) -> RecordHeader:
 
 def _fields(store: RecordStore, name: str) -> Mapping[str, str]:
     size = store.size(name)
-    if not size:
+    if not size or size > _MAX_FIELDS:
         return {}
     raw = bytearray(size)
     if store.read([name], [[memoryview(raw)]]) != [True]:
@@ -132,8 +136,9 @@ def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordMac) -> str:
         return f"of namespace {header.namespace.hex()[:16]}"
     if header.key != key_of(name):
         return f"misplaced: it is block {header.key.hex()[:16]}"
-    if header.length > _MAX_LENGTH:
-        return f"a payload of {header.length} bytes"
+    size = store.size(name)
+    if header.length > _MAX_LENGTH or (size is not None and size < HEADER_BYTES + header.length):
+        return f"a payload of {header.length} bytes in a record of {size}, or replaced meanwhile"
     again, payload = bytearray(HEADER_BYTES), bytearray(header.length)
     if store.read([name], [[memoryview(again), memoryview(payload)]]) != [True]:
         return "cut short, or replaced meanwhile"
