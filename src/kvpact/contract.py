@@ -408,7 +408,10 @@ class ExternalCache(ABC):
     def note_computed(
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """After this step the first `num_computed_tokens` tokens have valid KV in `block_ids()`: copy what is kept."""
+        """After this step the first `num_computed_tokens` tokens have valid KV in `block_ids()`: copy what is kept.
+
+        An engine that learns a step's tokens late says it once more when the request ends, before `request_finished`.
+        """
 
     @abstractmethod
     def end_step(self) -> StepWork:

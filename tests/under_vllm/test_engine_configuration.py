@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
@@ -25,7 +29,7 @@ from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDU
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.plugin import register
 from kvpact.vllm.scheduler import KvpactScheduler, pact_scheduler
-from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt, vllm_config
 
 WITHOUT = "kvpact: this engine was started without kvpact's "
 """Begins the line that says which promises fall without kvpact's classes."""
@@ -324,6 +328,20 @@ def test_a_failure_policy_that_fails_requests_is_warned_about(
 
 def test_launch_helpers_recompute_what_fails_to_load() -> None:
     assert load_config({}, {}).kv_transfer_config()["kv_load_failure_policy"] == "recompute"
+
+
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
+def test_h72_that_a_pooling_model_is_never_cached_is_said_at_the_start(
+    runner: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = vllm_config(tmp_path / "model", {}, 4096, {})
+    config.model_config.runner_type = runner
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
+    checks.check_engine(config, groups)
+    said = [record.message for record in caplog.records if "pooling" in record.message]
+    line = "kvpact: requests of a pooling model are never cached: leave --kv-transfer-config out"
+    assert said == [line] * (runner == "pooling")
 
 
 # kvpact's classes in the place of vLLM's

@@ -218,6 +218,32 @@ def test_h32_what_the_weights_computed_before_an_update_is_not_served_after_it(
     assert not after.same_as(before)
 
 
+@pytest.mark.proof
+def test_h105_h115_what_runs_at_sigterm_is_answered_stored_and_counted(
+    house: House, start: Callable[..., Server]
+) -> None:
+    """As `kvpact serve` starts vLLM. While it rests, its metrics page shows all of a burst, without another request."""
+    stats = house.directory / "stats.json"
+    server = start(house.command("kvpact serve"), KVPACT_STATS_FILE=str(stats))
+    for tokens in PROMPTS:
+        server.ask(tokens)
+    time.sleep(1.0)
+    assert server.metrics()["vllm:kvpact_lookups_total"] == len(PROMPTS)
+    long, answers = prompt(1_500, BLOCKS), list[Answer]()
+    asks = threading.Thread(target=lambda: answers.append(server.ask(long, max_tokens=600)))
+    asks.start()
+    while not server.metrics()["vllm:num_requests_running"]:
+        time.sleep(0.05)
+    assert server.stop() == 0
+    asks.join()
+    assert [answer.finish_reason for answer in answers] == ["length"]
+    counts = json.loads(stats.read_text())
+    assert counts["lookups"] == len(PROMPTS) + 1
+    blocks = BLOCKS * len(PROMPTS) + (len(long) + 600 - 1) // BLOCK
+    assert counts[series("written_blocks", "disk")] == blocks
+    assert [slab.blocks for slab in scan_directory(house.disk)] == [blocks]
+
+
 def with_metadata(house: House, *folders: Path) -> dict[str, str]:
     """An environment with the metadata of a distribution called `vllm`, and these folders on Python's path."""
     metadata = house.directory / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"

@@ -26,10 +26,7 @@ OUR_OPTIONS: Final = {**OUR_CLASSES, "--shutdown-timeout": "20"}
 """What vLLM is given beside `--kv-transfer-config`, unless the user gives it: kvpact's classes, and seconds for its end
 by SIGTERM, fewer than the 30 after which Kubernetes kills. With its own 0 vLLM ends without a word to connectors."""
 
-TIME_TO_END: Final = (
-    "kvpact: --shutdown-timeout 20: after SIGTERM vLLM has 20 s to end its requests, and kvpact to write what it owes "
-    "its tiers; with vLLM's own default, 0, neither is waited for"
-)
+TIME_TO_END: Final = "kvpact: after SIGTERM requests and kvpact's writes have 20 s to end (--shutdown-timeout 20)"
 """What is said at the start when the option is kvpact's."""
 
 CONNECTOR_OPTIONS: Final = {
@@ -37,6 +34,9 @@ CONNECTOR_OPTIONS: Final = {
     "--kv-offloading-size": "puts vLLM's own connector in the place of kvpact's; leave it out: host memory is --memory",
 }
 """vLLM's options that choose a connector, and why a user cannot give them too."""
+
+TOP_LEVEL_KEY: Final = r"""(?m)^["']?([\w.-]+)["']?\s*:"""
+"""A key of vLLM's YAML file that is an option, and none of an option's value."""
 
 RUN_BY_US: Final = "nothing yet"
 """What `make gpu` has been run on: device, driver and release of vLLM."""
@@ -112,8 +112,7 @@ def _place_of(option: str, vllm_arguments: Sequence[str]) -> str | None:
     ]
     for file in files:
         with suppress(OSError, UnicodeDecodeError):  # vLLM will report it
-            keys = re.findall(r"""^["']?([\w.-]+)["']?\s*:""", Path(file).read_text(), re.MULTILINE)
-            places[file] = [f"--{key}" for key in keys]
+            places[file] = [f"--{key}" for key in re.findall(TOP_LEVEL_KEY, Path(file).read_text())]
     for place, names in places.items():
         words = (name.partition(".")[0].replace("_", "-") for name in names)
         if any(len(word) > len("--") and option.startswith(word) for word in words):

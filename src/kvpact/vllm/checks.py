@@ -74,6 +74,8 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
         raise ConfigError(
             f"context parallelism of {context_parallel} is not supported; blocks are then split over ranks"
         )
+    if vllm_config.model_config.runner_type == "pooling":
+        logger.warning("kvpact: requests of a pooling model are never cached: leave --kv-transfer-config out")
     groups = engine_groups(vllm_config, kv_cache_config)
     if not groups.are_served:
         logger.warning(

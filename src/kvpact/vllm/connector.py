@@ -286,7 +286,10 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Abort the request's plan, if it has one. The block pool holds blocks under copy, so none is delayed."""
-        self.scheduler_side.request_finished(request.request_id)
+        try:
+            self.scheduler_side.note_end(request)
+        finally:
+            self.scheduler_side.request_finished(request.request_id)
         return False, None
 
     def request_finished_all_groups(

@@ -49,10 +49,9 @@ def _tell(module: Any) -> None:
 
 def _keep_named(module: Any) -> None:
     with suppress(AttributeError):  # vLLM decides elsewhere
-        config = module.VllmConfig
-        decide = config._post_init_kv_transfer_config
+        decide = module.VllmConfig._post_init_kv_transfer_config
         if decide.__module__ != __name__:
-            config._post_init_kv_transfer_config = _refusing(decide)
+            module.VllmConfig._post_init_kv_transfer_config = _refusing(decide)
 
 
 def _refusing(decide: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -40,6 +40,9 @@ from kvpact.wire import StepMessage, WorkerHandshake
 
 NO_MATCH: Final = ExternalKVMatch(0)
 
+CUT_SHORT: Final = ("FINISHED_ABORTED", "FINISHED_ERROR")
+"""vLLM's states of a request that others end: it may be loading, or in no step."""
+
 
 class SchedulerSide:
     """The scheduler's half. It has no cache and returns no hit until the workers' handshakes have arrived."""
@@ -378,6 +381,20 @@ class SchedulerSide:
             if not settlement.skipped_tokens:  # what a step skipped the engine's scheduler class counts
                 alive = settlement.request_id in self._requests
                 self.loads.settle(settlement, mounted.weights.epochs, is_alive=alive)
+
+    def note_end(self, request: Any) -> None:
+        """The request has said its last token: its last whole block may have got its name only now.
+
+        With asynchronous scheduling a step is planned before the tokens of the last one are known, and of drafts nobody
+        knows which are kept. A state that lies at the block's end is not shown any more.
+        """
+        view, mounted, context = self._requests.get(request.request_id), self.mounted, self.context
+        if view is None or mounted is None or context is None or self.loads.is_distrusted(view.request_id):
+            return
+        if request.status.name not in CUT_SHORT and mounted.may_serve():
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            with context.saving(None, {}):
+                mounted.cache.note_computed(view, computed, partial(self._chain_of, view.request_id))
 
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled, in whatever state."""
