@@ -516,7 +516,7 @@ def test_h95_on_a_disk_smaller_than_the_capacity_the_least_recently_used_goes(
     assert "No space left on device; it serves what it has" in tier.health().reason
     assert tier.counts().dropped_writes == 0
     ballast.unlink()
-    monkeypatch.setattr(slab_size, "RETRY_S", 0.0)
+    monkeypatch.setattr(slab_size, "GROWTH_RETRY_S", 0.0)
     tier.tend()
     held = tier.capacity().blocks
     assert store(tier, chain("later", 8)) == 8 == served(tier, chain("later", 8))

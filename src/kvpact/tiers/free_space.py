@@ -21,9 +21,6 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 SLACK_SHARE: Final = 16
 """Who evicts frees this part of the whole more than needed, so that not every write must evict."""
 
-RETRY_S: Final = 10.0
-"""Where room was looked for in vain, it is looked for again after this time."""
-
 
 def warn_if_scarce(logger: logging.Logger, whose: str, path: Path, capacity_bytes: int, held: Iterable[int]) -> None:
     """Say if the file system of `path` has less room than a capacity, of which bytes `held` are filled already."""

@@ -16,10 +16,12 @@ from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import State
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, SlabDirectory
-from kvpact.tiers.free_space import RETRY_S
 
 GROWTH_BYTES: Final = 64 << 20
 """The file grows by this much at a time, so that the file system keeps slots contiguous."""
+
+GROWTH_RETRY_S: Final = 10.0
+"""A file that could not grow is tried again after this time; until then blocks are evicted for new ones."""
 
 LIMIT_STEP: Final = 512
 """Slots that are given up or taken at once: a lookup waits for that, a few milliseconds."""
@@ -42,12 +44,12 @@ class SlabSize:
         needed = max(slots, default=-1) + 1
         if needed > self._slab.slots:
             with self._lock:
-                if needed > self._slab.slots and time.monotonic() >= self._growth_failed_at + RETRY_S:
+                if needed > self._slab.slots and time.monotonic() >= self._growth_failed_at + GROWTH_RETRY_S:
                     self._grow(needed)
         return next((index for index, slot in enumerate(slots) if slot >= self._slab.slots), len(slots))
 
     def _grow(self, needed: int) -> None:
-        """Grow the file to `needed` slots and some more; on failure the next try waits `RETRY_S`.
+        """Grow the file to `needed` slots and some more; on failure the next try waits `GROWTH_RETRY_S`.
 
         Whatever is in the way, the directory's capacity or a limit of the file system, the slots that the file does not
         have are given up until then: blocks are evicted for new ones.
@@ -80,7 +82,7 @@ class SlabSize:
         """
         slots = min(self._slab.superblock.slots_in(file_bytes), self._index.num_slots)
         with self._lock:
-            if time.monotonic() < self._growth_failed_at + RETRY_S:
+            if time.monotonic() < self._growth_failed_at + GROWTH_RETRY_S:
                 slots = min(slots, self._index.usable_slots)
             while slots != (usable := self._index.usable_slots):
                 self._change_limit(

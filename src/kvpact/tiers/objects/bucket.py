@@ -71,19 +71,9 @@ class Bucket:
     """Objects by name. A single request ends soon after `timeout`; `each` gives up exactly then."""
 
     def __init__(
-        self,
-        client: Any,
-        place: str,
-        *,
-        timeout: float,
-        concurrency: int,
-        folder: OwnFolder | None = None,
-        clock: SharedClock | None = None,
+        self, client: Any, place: str, *, timeout: float, concurrency: int, folder: OwnFolder | None = None
     ) -> None:
-        """`client` is a store of obstore. With `folder` its objects are files, and `put` replaces any version.
-
-        With `clock`, whose file is there, files are marked when they are used.
-        """
+        """`client` is a store of obstore. With `folder` its objects are files, and `put` replaces any version."""
         self._api = import_module("obstore")
         self._failures = (import_module("obstore.exceptions").BaseError, OSError)
         self._changed = import_module("obstore.exceptions").PreconditionError
@@ -94,8 +84,8 @@ class Bucket:
         self.timeout = timeout
         self.concurrency = concurrency
         self._folder = folder
-        self._clock = clock
-        self._has_links = clock is None or _can_link(clock.path)
+        self._clock: SharedClock | None = None
+        self._has_links = True
         self._pool = DaemonPool("kvpact-objects", concurrency)
 
     def each(self, call: Callable[[Item], Result], items: Sequence[Item], requests: int = 1) -> list[Result]:
@@ -194,25 +184,31 @@ class Bucket:
 
     # Objects that are files
 
+    def mark_uses(self, folder: OwnFolder) -> None:
+        """From now on mark the files in `folder` when they are used. Finds out whether they can have links."""
+        self._clock = SharedClock(folder.path / ".clock", folder.access)
+        self._clock.now()
+        self._has_links = _can_link(self._clock.path)
+
     def note_used(self, names: Sequence[str]) -> None:
         """Mark files as used now, each a little before the one that is named before it, by their time of access.
 
         The time of change is a part of an object's version.
         """
-        if self._folder is not None and self._clock is not None and names:
+        if self._clock is not None and names:
             now = self._clock.now()
             for number, name in enumerate(names):
-                path = self._folder.path / name
+                path = self._clock.path.parent / name
                 with suppress(OSError):  # removed since, another user's, or a file system that sets no times
                     os.utime(path, ns=(now - number * STEP_NS, path.stat().st_mtime_ns))
 
     def by_use(self) -> list[tuple[int, int, str]]:
         """When each file was used last, the bytes that it takes, and its name; the oldest first. In a bucket none."""
         found = list[tuple[int, int, str]]()
-        if (folder := self._folder) is not None:
+        if self._clock is not None:
             for name in chain.from_iterable(self.pages()):
                 with suppress(OSError):
-                    status = os.stat(folder.path / name)
+                    status = os.stat(self._clock.path.parent / name)
                     found.append((status.st_atime_ns, taken(status), name))
         return sorted(found)
 
@@ -323,11 +319,9 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     except Exception:  # any error about the options, whose text would repeat them
         raise NoSuchTier(f"{place}: obstore does not take these options; check endpoint, region and path") from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
-    clock = None
+    bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
     if folder is not None and not for_tool:
-        clock = SharedClock(folder.path / ".clock", folder.access)
-        clock.now()
-    bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder, clock=clock)
+        bucket.mark_uses(folder)
     try:
         bucket.each(lambda name: bucket.get(name, 0, 1), [_PROBED])
     except StoreRefused as refused:
