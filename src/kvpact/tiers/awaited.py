@@ -62,9 +62,8 @@ class AwaitedTier(Tier):
             except BaseException as error:  # of another package, in whatever language, or a defect: the thread goes on
                 self.is_given_up = isinstance(error, NoSuchTier)
                 self.reason = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
-                until = "" if self.is_given_up else " until it can be used"
-                text = "kvpact: serving without the tier %s%s: %s"
-                said.log(self.reason, logging.ERROR, text, self.url, until, self.reason)
+                text = "serving without the tier %s" + (": %s" if self.is_given_up else " until it can be used: %s")
+                said.log(self.reason, logging.ERROR, f"kvpact: {text}", self.url, self.reason)
             self.tried.set()
             if self.is_given_up or self._closed.wait(pause):
                 break

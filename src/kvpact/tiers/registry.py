@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, TypeAlias, cast
 
-from kvpact.errors import ConfigError, NoSuchTier, TierError
+from kvpact.errors import ConfigError, NoSuchTier
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.backends import BACKEND_OF, BACKENDS, ENTRY_POINTS
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
@@ -61,6 +61,7 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     Raises:
         TierError: one line for people; the engine goes on without this tier, and tries again.
         NoSuchTier: it need not be tried again.
+        Exception: another package's.
     """
     backend = BACKEND_OF.get(url.scheme)
     if backend is not None and not backend.shared:
@@ -68,12 +69,7 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     if backend is not None:
         return SharedTier(open_store(url), place.namespace, place.slot_bytes, seal=place.seal)
     for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):
-        try:
-            return cast(OpenTier, entry.load())(url, place)
-        except TierError:
-            raise
-        except Exception as error:  # another package's error must not end the engine
-            raise TierError(f"{entry.value} cannot open {url}: {type(error).__name__}: {error}") from error
+        return cast(OpenTier, entry.load())(url, place)
     raise NoSuchTier(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
 
 
