@@ -107,7 +107,9 @@ class RedisServer:
         """Past the tier: what an administrator, or another program, does."""
         options = {"password": self.password or None, "protocol": 2} | options
         if self.tls is not None:
+            certificate, key = self.tls.own_certificate
             options |= {"ssl": True, "ssl_ca_certs": str(self.tls.certificates)}
+            options |= {"ssl_certfile": certificate, "ssl_keyfile": key}
         return redis.Redis(self.host, self.port, **options)
 
     def pause(self) -> None:
@@ -156,9 +158,15 @@ class Authority:
         """What a client has to trust."""
         return self.directory / "ca.crt"
 
+    @property
+    def own_certificate(self) -> tuple[str, str]:
+        """A certificate that it has signed, and its key: the servers', and a client's where servers ask for one."""
+        return str(self.directory / "server.crt"), str(self.directory / "server.key")
+
     def server_options(self) -> list[str]:
+        certificate, key = self.own_certificate
         return [
-            "--tls-cert-file", str(self.directory / "server.crt"), "--tls-key-file", str(self.directory / "server.key"),
+            "--tls-cert-file", certificate, "--tls-key-file", key,
             "--tls-ca-cert-file", str(self.certificates), "--tls-auth-clients", "no",
         ]  # fmt: skip
 
@@ -183,12 +191,22 @@ def redis_server(
 
 
 @contextmanager
-def redis_sentinel(directory: Path, master: RedisServer) -> Iterator[RedisServer]:
+def redis_sentinel(
+    directory: Path, master: RedisServer, *, password: str = "", tls: Authority | None = None
+) -> Iterator[RedisServer]:
     """One Sentinel, alone with its opinion, that watches `master` under the name "mymaster"."""
     os.makedirs(directory, exist_ok=True)
     file = directory / "sentinel.conf"
-    file.write_text(f"sentinel monitor mymaster 127.0.0.1 {master.port} 1\n")
-    with redis_server(directory, configuration=(str(file), "--sentinel")) as sentinel:
+    lines = [f"sentinel monitor mymaster 127.0.0.1 {master.port} 1"]
+    if master.password:
+        lines.append(f"sentinel auth-pass mymaster {master.password}")
+    if master.tls is not None:
+        certificate, key = master.tls.own_certificate
+        lines += ["tls-replication yes", f"tls-cert-file {certificate}", f"tls-key-file {key}"]
+        lines.append(f"tls-ca-cert-file {master.tls.certificates}")
+    file.write_text("\n".join([*lines, ""]))
+    configuration = (str(file), "--sentinel")
+    with redis_server(directory, password=password, tls=tls, configuration=configuration) as sentinel:
         yield sentinel
 
 

@@ -409,7 +409,9 @@ def test_a_master_that_is_not_there_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("mooncake://host:port", '"port" is no port; the URL looks like mooncake://master:50051'),
+        ("mooncake://host:port", r"a host and port like cache:50051 is needed, an IPv6 address in brackets"),
+        ("mooncake://::1:50051", r"a host and port like cache:50051 is needed, an IPv6 address in brackets"),
+        ("mooncake://one,two", "a pool has one master"),
         ("mooncake://host/a*b", "cannot begin names"),
     ],
 )

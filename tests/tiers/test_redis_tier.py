@@ -334,6 +334,8 @@ def test_tls_is_verified_against_the_given_authority_and_no_other(tmp_path: Path
         ("redis+cluster://cache/1", "one database only"),
         ("redis+sentinel://guard", "like redis\\+sentinel://"),
         ("rediss://cache?ca_file=/nowhere/ca", "there is no file /nowhere/ca"),
+        ("redis://cache?cert_file=/nowhere/cert", "cert_file is for TLS; write rediss"),
+        ("redis+sentinel://guard/mymaster?key_file=/nowhere/key", "key_file is for TLS; write rediss"),
         ("redis://cache?part=1GiB", "part must be from 4KiB to 512MiB"),
         ("redis://cache?expiry=0s", "a time must be more than 0"),
     ],
@@ -622,6 +624,12 @@ def test_an_expiry_counts_from_the_last_write_or_read(server: RedisServer, part:
 
 
 @pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Its keys take a second."""
+    return Authority.create(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
     with redis_cluster(tmp_path_factory.mktemp("cluster")) as nodes:
         yield nodes
@@ -642,8 +650,7 @@ def test_a_cluster_holds_blocks_on_all_its_masters_and_lists_them_all(cluster: l
         assert list(tier.store.names()) == []
 
 
-def test_a_cluster_is_reached_over_tls_as_its_user(tmp_path: Path) -> None:
-    authority = Authority.create(tmp_path)
+def test_a_cluster_is_reached_over_tls_as_its_user(tmp_path: Path, authority: Authority) -> None:
     with redis_cluster(tmp_path, tls=authority, password="secret") as nodes:
         url = f"rediss+cluster://:secret@{nodes[0].address}?timeout=10&ca_file={authority.certificates}"
         with closing(opened(url)) as tier:
@@ -717,6 +724,62 @@ def test_sentinels_say_which_server_is_the_master_also_after_a_failover(tmp_path
         until(lambda: stored(tier) == 12, "blocks are stored again")
         assert (stored(tier), served(tier), tier.health().ok) == (12, 12, True)
         assert replica.dbsize() >= 12
+
+
+def test_h101_sentinels_have_a_password_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a common chart has it by default; read from its file at each connection."""
+    file = tmp_path / "password"
+    file.write_text("of the guards\n")
+    with (
+        redis_server(tmp_path / "master", password="of-the-store") as master,
+        redis_sentinel(tmp_path / "sentinel", master, password="of the guards") as sentinel,
+    ):
+        url = f"redis+sentinel://:of-the-store@{sentinel.address}/mymaster/0?timeout=2"
+        with closing(opened(f"{url}&sentinel_password_file={file}")) as tier:
+            assert (stored(tier), served(tier)) == (12, 12)
+            file.write_text("changed")
+            tier.store.close()
+            master.kill()  # so that they are asked again
+            assert served(tier) == 0
+            until(lambda: served(tier) or "refuses the user or the password" in tier.health().reason, "it is read")
+            file.write_text("of the guards")
+            master.start()
+            until(lambda: stored(tier) == 12, "blocks are stored again")
+        with closing(opened(f"{url}&sentinel_password=of%20the%20guards&sentinel_user=default")) as tier:
+            assert served(tier) == 12
+        with closing(opened(url)) as tier:
+            assert served(tier) == 0
+            assert "a Sentinel says NOAUTH" in tier.health().reason
+            assert "its password is sentinel_password_file's" in tier.health().reason
+        with closing(opened(f"{url}&sentinel_password=wrong")) as tier:
+            assert served(tier) == 0
+            assert f"{sentinel.address} refuses the user or the password" in tier.health().reason
+    for secret in ("of the guards", "of%20the%20guards", "of-the-store", "wrong"):
+        assert secret not in caplog.text
+
+
+@pytest.mark.parametrize(("scheme", "option"), [("rediss", ""), ("rediss", "false"), ("redis", "true")])
+def test_h101_sentinels_and_their_master_are_reached_over_tls_or_one_of_them(
+    tmp_path: Path, authority: Authority, scheme: str, option: str
+) -> None:
+    with (
+        redis_server(tmp_path / "master", tls=authority if scheme == "rediss" else None) as master,
+        redis_sentinel(tmp_path / "sentinel", master, tls=authority if option != "false" else None) as sentinel,
+    ):
+        url = f"{scheme}+sentinel://{sentinel.address}/mymaster/0?ca_file={authority.certificates}&timeout=10"
+        with closing(opened(f"{url}&sentinel_tls={option}" if option else url)) as tier:
+            assert (stored(tier), served(tier)) == (12, 12)
+
+
+def test_h101_servers_that_ask_for_a_certificate_get_ours(tmp_path: Path, authority: Authority) -> None:
+    """As Redis does by default over TLS."""
+    certificate, key = authority.own_certificate
+    with redis_server(tmp_path / "server", "--tls-auth-clients", "yes", tls=authority) as server:
+        url = f"rediss://{server.address}?ca_file={authority.certificates}&timeout=5"
+        with closing(opened(f"{url}&cert_file={certificate}&key_file={key}")) as tier:
+            assert (stored(tier), served(tier)) == (12, 12)
+        with closing(opened(url)) as tier:
+            assert served(tier) == 0
 
 
 def fail_over(sentinel: RedisServer) -> bool:

@@ -19,6 +19,7 @@ from kvpact.config import load_config
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import MEMORY, TIER_LABELS
+from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.backends import BACKENDS, SCHEMES, label_of
 from kvpact.tiers.base import Tier
 from kvpact.tiers.directory.store import DirectoryStore
@@ -64,8 +65,9 @@ def test_a_tier_of_another_package_is_opened_by_its_scheme() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_what_another_packages_tier_raises_costs_the_tier_and_not_the_engine() -> None:
-    with pytest.raises(TierError, match="RuntimeError: cannot think"):
-        open_tier(parse_tier_url("ours://x?broken=1"), PLACE)
+    (tier,) = open_tiers([parse_tier_url("ours://x?broken=1")], PLACE, 10.0)
+    assert tier.health().reason == "RuntimeError: cannot think"
+    tier.close()
 
 
 def test_an_unknown_scheme_names_the_nearest() -> None:

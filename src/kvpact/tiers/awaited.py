@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
-from kvpact.errors import NoSuchTier, TierError
+from kvpact.errors import NoSuchTier, TierError, reason_of
 from kvpact.threads import start_background
 from kvpact.tiers.backends import BACKEND_OF
 from kvpact.tiers.base import Tier, TierCapacity, TierHealth
@@ -61,10 +61,9 @@ class AwaitedTier(Tier):
                 break
             except BaseException as error:  # of another package, in whatever language, or a defect: the thread goes on
                 self.is_given_up = isinstance(error, NoSuchTier)
-                self.reason = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
-                until = "" if self.is_given_up else " until it can be used"
-                text = "kvpact: serving without the tier %s%s: %s"
-                said.log(self.reason, logging.ERROR, text, self.url, until, self.reason)
+                self.reason = reason_of(error)
+                text = "serving without the tier %s" + (": %s" if self.is_given_up else " until it can be used: %s")
+                said.log(self.reason, logging.ERROR, f"kvpact: {text}", self.url, self.reason)
             self.tried.set()
             if self.is_given_up or self._closed.wait(pause):
                 break

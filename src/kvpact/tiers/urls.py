@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
+from kvpact.errors import NoSuchTier
 from kvpact.tiers.backend import UrlRules
 from kvpact.tiers.backends import ENTRY_POINTS, SCHEMES
 from kvpact.units import parse_duration, parse_size
@@ -26,6 +27,19 @@ def redact(url: str) -> str:
     shown = re.sub(r"(?s)(?<=//)[^/].*@", "***@", url)  # greedy: a password may hold any character
     shown = re.sub(r"(?i)([?&][^=&]*=)[^&#]*(?:@|%40)", r"\1***@", shown)  # an option may be a URL
     return re.sub(rf"(?i)([?&][^=&]*(?:{_SECRET_NAMES})[^=&]*=)[^&#]*", r"\1***", shown)
+
+
+def address_in(text: str, port: int) -> tuple[str, int]:
+    """The host and port of "host:port", by default `port`. Raises ValueError if that is no address."""
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname:
+        raise ValueError("no host")
+    return unquote(parts.hostname), parts.port or port
+
+
+def host_and_port(host: str, port: int) -> str:
+    """An address as text: "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,14 @@ class TierURL:
     def size(self, option: str, default: int) -> int:
         """The value of an option that is a size, in bytes."""
         return parse_size(self.options[option]) if option in self.options else default
+
+    def addresses(self, port: int) -> list[tuple[str, int]]:
+        """Host and port of each server that the URL names; `port` where it names none. Raises NoSuchTier."""
+        try:
+            return [address_in(text, port) for text in self.host.rpartition("@")[2].split(",")]
+        except ValueError:
+            wanted = f"a host and port like cache:{port} is needed, an IPv6 address in brackets"
+            raise NoSuchTier(f"{self}: {wanted}") from None
 
     @property
     def url(self) -> str:

@@ -34,7 +34,7 @@ from kvpact.tiers.shared.store import (
     copy_into,
     key_of,
 )
-from kvpact.tiers.urls import TierURL
+from kvpact.tiers.urls import TierURL, host_and_port
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class MooncakeStore(RecordStore):
 
     @property
     def place(self) -> str:
-        return f"mooncake://{self.master[0]}:{self.master[1]}/{self._prefix}".rstrip("/")
+        return f"mooncake://{host_and_port(*self.master)}/{self._prefix}".rstrip("/")
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [code == 1 for code in self._look(self._keys(names))]
@@ -246,7 +246,7 @@ class MooncakeStore(RecordStore):
 
     def ask_master(self, path: str) -> str:
         """The answer of the master's metrics port at `path`. Raises StoreError."""
-        host = self.master[0]
+        host, where = self.master[0], host_and_port(self.master[0], self.metrics_port)
         connection = http.client.HTTPConnection(host, self.metrics_port, timeout=self._timeout)
         try:
             connection.request("GET", path)
@@ -257,7 +257,7 @@ class MooncakeStore(RecordStore):
             return text
         except (OSError, http.client.HTTPException) as error:
             raise StoreError(
-                f"cannot list {self.place}: the master's metrics port {host}:{self.metrics_port} does not answer "
+                f"cannot list {self.place}: the master's metrics port {where} does not answer "
                 f"({error}); name the right one with ?metrics=PORT"
             ) from None
         finally:
@@ -276,11 +276,13 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
         NoSuchTier: the package is missing, or the URL is impossible.
         TierError: there is no master, or its client cannot be set up.
     """
-    host, port = _master(url)
+    [(host, port), *others] = url.addresses(MASTER_PORT)
+    if others:
+        raise NoSuchTier(f"{url}: a pool has one master; name it alone, like mooncake://master:{MASTER_PORT}")
     prefix = url.path.strip("/")
     if prefix and not _PREFIX.fullmatch(prefix):
         raise NoSuchTier(f"mooncake tier: {prefix!r} cannot begin names; use letters, digits, _, - and /")
-    library = _library()
+    library, master = _library(), host_and_port(host, port)
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     try:
         # Checked first, because `setup` would try for 90 s with the interpreter's lock held.
@@ -288,7 +290,7 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
             own_host = connection.getsockname()[0]
     except OSError as error:
         raise TierError(
-            f"mooncake tier: no master answers at {host}:{port} ({error.strerror or error}); start mooncake_master "
+            f"mooncake tier: no master answers at {master} ({error.strerror or error}); start mooncake_master "
             f"there, or correct the URL"
         ) from None
     client = library.MooncakeDistributedStore()
@@ -299,11 +301,11 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
         url.size("buffer", BUFFER_BYTES),
         url.options.get("protocol", "tcp"),
         url.options.get("device", ""),
-        f"{host}:{port}",
+        master,
     )
     if code:
         raise TierError(
-            f"mooncake tier: the client of {host}:{port} cannot be set up ({code}; why stands on standard error): is "
+            f"mooncake tier: the client of {master} cannot be set up ({code}; why stands on standard error): is "
             f"there memory for segment and buffer, and are protocol and device right?"
         )
     logger.warning(
@@ -312,13 +314,6 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
     )
     metrics_port = int(url.options.get("metrics", METRICS_PORT))
     return MooncakeStore(client, (host, port), prefix=prefix, timeout=timeout, metrics_port=metrics_port)
-
-
-def _master(url: TierURL) -> tuple[str, int]:
-    host, _, port = url.host.rpartition("@")[2].partition(":")
-    if port and not port.isdecimal():
-        raise NoSuchTier(f'mooncake tier: "{port}" is no port; the URL looks like mooncake://master:{MASTER_PORT}')
-    return host, int(port or MASTER_PORT)
 
 
 def _library() -> Any:

@@ -28,7 +28,7 @@ from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.free_space import FULL, taken
 from kvpact.tiers.objects.packs import PackVersion
 from kvpact.tiers.shared.store import StoreError, StoreFull
-from kvpact.tiers.urls import TierURL
+from kvpact.tiers.urls import TierURL, address_in
 from kvpact.tiers.use_clock import STEP_NS, SharedClock
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ Result = TypeVar("Result")
 
 class StoreRefused(StoreError):
     """The store exists and refuses us until its settings or ours are changed."""
+
+
+class ClientBroken(StoreRefused):
+    """The client itself breaks down on our options, and tells of it on standard error each time."""
 
 
 class ObjectChanged(Exception):
@@ -106,7 +110,7 @@ class Bucket:
             if type(error).__module__ != "pyo3_runtime":
                 raise
             # A panic in the client's Rust code is no Exception and would end the engine.
-            raise StoreRefused(f"{self.place}: obstore broke down on this request; check the tier's options") from None
+            raise ClientBroken(f"{self.place}: obstore broke down on this request; check the tier's options") from None
 
     def get(self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None) -> Part | None:
         """Bytes [start, end) of an object, by default all, fewer if it ends before; None if there is no such object.
@@ -285,8 +289,16 @@ _CREDENTIALS: Final = re.compile(
 )
 
 
-_ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?")
-"""obstore panics on some texts that are no addresses; and an endpoint must hold no credentials."""
+_ENDPOINT: Final = re.compile(r"https?://([A-Za-z0-9.:\[\]_-]+)(/[A-Za-z0-9._~/-]*)?")
+"""An endpoint must hold no credentials."""
+
+
+def _is_address(endpoint: str) -> bool:
+    """obstore panics on some texts that are none."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    with suppress(ValueError):
+        return found is not None and bool(address_in(found[1], 0))
+    return False
 
 
 def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
@@ -305,7 +317,7 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     except ImportError:
         raise NoSuchTier(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
     endpoint = url.options.get("endpoint", "")
-    if endpoint and not _ENDPOINT.fullmatch(endpoint):
+    if endpoint and not _is_address(endpoint):
         raise NoSuchTier(f'{place}: its endpoint is no address such as "https://objects.example:9000"')
     if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
         raise NoSuchTier(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
@@ -326,7 +338,7 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
         bucket.each(lambda name: bucket.get(name, 0, 1), [_PROBED])
     except StoreRefused as refused:
         bucket.close()
-        raise TierError(str(refused)) from None
+        raise (NoSuchTier if isinstance(refused, ClientBroken) else TierError)(str(refused)) from None
     except StoreError:
         pass
     return bucket

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 
 from kvpact.errors import KvpactError
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError
+from kvpact.tiers.urls import host_and_port
 
 _IDLE: Final = 16
 """At most this many idle connections to one server are kept; a tier's executor has fewer threads."""
@@ -189,19 +190,24 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """User, password and transport for servers. No message and no `repr` shows its credentials."""
+    """User, password and transport for servers. No message and no `repr` shows its credentials.
+
+    `ca_file` signs the servers' certificates; `cert_file` and `key_file` are ours, for servers that ask for one.
+    """
 
     user: str = field(repr=False)
     password: str = field(repr=False)
     password_file: str
     tls: bool
     ca_file: str | None
+    cert_file: str | None
+    key_file: str | None
     database: int
     looks_only: bool = False
     """Whether reads must not count as use; Redis 7.2, Valkey and later allow that."""
 
-    def connect(self, address: Address, seconds: float, *, known: bool = True) -> Connection:
-        """A new connection, authenticated if `known`; reads the password file again each time.
+    def connect(self, address: Address, seconds: float) -> Connection:
+        """A new connection, authenticated; reads the password file again each time.
 
         Raises StoreError, which repeats no server's text about a password.
         """
@@ -213,20 +219,18 @@ class Credentials:
 
         options: dict[str, Any] = {
             "host": address[0], "port": address[1], "protocol": 2, "retry": Retry(NoBackoff(), 0),
-            "socket_timeout": seconds, "socket_connect_timeout": seconds, "socket_keepalive": True,
+            "socket_timeout": seconds, "socket_connect_timeout": seconds, "socket_keepalive": True, "db": self.database,
         }  # fmt: skip
-        password = self._password() if known else ""
-        if password:
+        if password := self._password():
             options |= {"username": self.user or None, "password": password}
-        if known:
-            options["db"] = self.database
         if self.tls:
             options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": self.ca_file}
+            options |= {"ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
         connection: Any = (redis.SSLConnection if self.tls else redis.Connection)(**options)
-        where = f"{address[0]}:{address[1]}"
+        where = host_and_port(*address)
         try:
             connection.connect()
-            if self.looks_only and known:
+            if self.looks_only:
                 with suppress(ResponseError):  # an older server
                     connection.send_command("CLIENT", "NO-TOUCH", "ON")
                     connection.read_response()
@@ -249,20 +253,19 @@ class Credentials:
 
 
 class Pool:
-    """Idle connections, kept for the next call."""
+    """At most `most_idle` idle connections to each server, kept for the next call."""
 
-    def __init__(self, access: Credentials) -> None:
+    def __init__(self, access: Credentials, most_idle: int = _IDLE) -> None:
         self._access = access
+        self._most_idle = most_idle
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Connection]] = defaultdict(list)
         self._closed = False
 
     @contextmanager
-    def connection(self, address: Address, deadline: float, *, known: bool = True) -> Iterator[Connection]:
+    def connection(self, address: Address, deadline: float) -> Iterator[Connection]:
         """A connection for one batch; closed after an error, because unread replies may still arrive."""
-        connection = self._idle_one(address) if known else None
-        if connection is None:
-            connection = self._access.connect(address, seconds_until(deadline), known=known)
+        connection = self._idle_one(address) or self._access.connect(address, seconds_until(deadline))
         connection.stream.deadline = deadline
         try:
             yield connection
@@ -270,15 +273,15 @@ class Pool:
             connection.close()
             raise
         with self._lock:
-            kept = known and not self._closed and len(self._idle[address]) < _IDLE
+            kept = not self._closed and len(self._idle[address]) < self._most_idle
             if kept:
                 self._idle[address].append(connection)
         if not kept:
             connection.close()
 
-    def ask(self, address: Address, deadline: float, *words: bytes, known: bool = True) -> Reply:
+    def ask(self, address: Address, deadline: float, *words: bytes) -> Reply:
         """The server's reply to one command."""
-        with self.connection(address, deadline, known=known) as connection:
+        with self.connection(address, deadline) as connection:
             connection.send(*words)
             connection.flush()
             return connection.reply()

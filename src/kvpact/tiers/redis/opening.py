@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from kvpact.errors import NoSuchTier, TierError
 from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.redis.batches import Batches
-from kvpact.tiers.redis.connections import Address, Credentials, Pool
+from kvpact.tiers.redis.connections import Credentials, Pool
 from kvpact.tiers.redis.parts import MAX_PART, MIN_PART
 from kvpact.tiers.redis.servers import Cluster, OneServer, Sentinels, Servers
 from kvpact.tiers.redis.store import RedisStore
@@ -40,7 +39,7 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     except ImportError:
         raise NoSuchTier(f"a {url.scheme} tier needs redis-py: pip install 'kvpact[redis]'") from None
     base, _, kind = url.scheme.partition("+")
-    addresses = list(_addresses(url, 26379 if kind == "sentinel" else 6379))
+    addresses = url.addresses(26379 if kind == "sentinel" else 6379)
     path = url.path.strip("/").split("/")
     service = path.pop(0) if kind == "sentinel" else ""
     database = "/".join(path) or "0"
@@ -52,9 +51,11 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     if not kind and len(addresses) > 1:
         raise NoSuchTier(f"{url}: one server, or {base}+cluster, or {base}+sentinel; like {example}")
     options = url.options
-    if (ca_file := options.get("ca_file")) and base != "rediss":
-        raise NoSuchTier(f"{url}: ca_file is for TLS; write rediss instead of redis")
-    if ca_file and not Path(ca_file).is_file():
+    tls = base == "rediss"
+    sentinel_tls = options["sentinel_tls"] == "true" if "sentinel_tls" in options else tls
+    for name in () if tls or sentinel_tls else {"ca_file", "cert_file", "key_file"}.intersection(options):
+        raise NoSuchTier(f"{url}: {name} is for TLS; write rediss instead of redis")
+    if (ca_file := options.get("ca_file")) and not Path(ca_file).is_file():
         raise TierError(f"{url}: there is no file {ca_file}; ca_file names the certificates that sign the server's")
     part_bytes = url.size("part", PART_BYTES)
     if not MIN_PART <= part_bytes <= MAX_PART:
@@ -66,27 +67,18 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     if for_tool:
         expiry = None
     user, _, password = url.host.rpartition("@")[0].partition(":")
-    password_file = options.get("password_file", "")
-    access = Credentials(unquote(user), unquote(password), password_file, base == "rediss", ca_file, int(database))
+    password_file, certificate = options.get("password_file", ""), (options.get("cert_file"), options.get("key_file"))
+    access = Credentials(unquote(user), unquote(password), password_file, tls, ca_file, *certificate, int(database))
     pool = Pool(replace(access, looks_only=for_tool))
     servers: Servers
     if kind == "cluster":
         servers = Cluster(pool, addresses)
     elif kind == "sentinel":
-        servers = Sentinels(pool, addresses, service)
+        names = ("sentinel_user", "sentinel_password", "sentinel_password_file")
+        secrets = [options.get(name, "") for name in names]
+        theirs = Credentials(*secrets, sentinel_tls, ca_file, *certificate, database=0)
+        servers = Sentinels(Pool(theirs, most_idle=0), addresses, service)
     else:
         servers = OneServer(addresses[0])
     place = f"{url.scheme}://{url.host.rpartition('@')[2]}{url.path}"
     return RedisStore(Batches(servers, pool, place, timeout), part_bytes=part_bytes, expiry=expiry)
-
-
-def _addresses(url: TierURL, port: int) -> Iterator[Address]:
-    for text in url.host.rpartition("@")[2].split(","):
-        try:
-            parts = urlsplit(f"//{text}")
-            host, its_port = parts.hostname, parts.port or port
-        except ValueError:
-            host = None
-        if not host:
-            raise NoSuchTier(f"{url}: a host and port like cache:{port} is needed")
-        yield host, its_port

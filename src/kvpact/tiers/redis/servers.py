@@ -43,10 +43,9 @@ class OneServer(Servers):
 class _SeedNodes:
     """Servers that know the others' addresses; one that hangs takes only its share of the time."""
 
-    def __init__(self, pool: Pool, addresses: Sequence[Address], *, known: bool) -> None:
+    def __init__(self, pool: Pool, addresses: Sequence[Address]) -> None:
         self._pool = pool
         self._addresses = list(addresses)
-        self._known = known
 
     def ask(self, *words: bytes, deadline: float) -> tuple[Address, Reply]:
         """The first answer and its server, which is asked first the next time."""
@@ -55,7 +54,7 @@ class _SeedNodes:
             now = time.monotonic()
             share = now + (deadline - now) / (len(addresses) - asked)
             try:
-                if (reply := self._pool.ask(address, share, *words, known=self._known)) is not None:
+                if (reply := self._pool.ask(address, share, *words)) is not None:
                     self._addresses = [address, *(other for other in addresses if other != address)]
                     return address, reply
             except (OSError, StoreError, ErrorReply) as error:
@@ -64,16 +63,19 @@ class _SeedNodes:
 
 
 class Sentinels(Servers):
-    """The master of one name, whose address Sentinels know. They are asked without user and password."""
+    """The master of one name, whose address Sentinels know. They have a `pool`, and so credentials, of their own."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address], name: str) -> None:
-        self._seed_nodes = _SeedNodes(pool, addresses, known=False)
+        self._seed_nodes = _SeedNodes(pool, addresses)
         self._name = name.encode()
         self._master: Address | None = None
 
     def of(self, key: bytes, deadline: float) -> Address:
         if (master := self._master) is None:
-            _, reply = self._seed_nodes.ask(b"SENTINEL", b"get-master-addr-by-name", self._name, deadline=deadline)
+            try:
+                _, reply = self._seed_nodes.ask(b"SENTINEL", b"get-master-addr-by-name", self._name, deadline=deadline)
+            except ErrorReply as error:
+                raise StoreError(f"a Sentinel says {error}; its password is sentinel_password_file's") from None
             master = self._master = _address(reply)
         return master
 
@@ -85,7 +87,7 @@ class Cluster(Servers):
     """Masters that share the 16384 hash slots among them."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address]) -> None:
-        self._seed_nodes = _SeedNodes(pool, addresses, known=True)
+        self._seed_nodes = _SeedNodes(pool, addresses)
         self._slots: list[Address | None] | None = None
 
     def of(self, key: bytes, deadline: float) -> Address:
