@@ -99,7 +99,9 @@ def test_under_vllms_scheduler_a_prompt_that_came_before_finds_its_keys(
 ) -> None:
     monkeypatch.setattr(keys_module, "RUN_TOKENS", 64)
     kept, keep = list[int](), KnownRuns.keep
-    monkeypatch.setattr(KnownRuns, "keep", lambda known, root, end, *run: (kept.append(end), keep(known, root, end, *run)))
+    monkeypatch.setattr(
+        KnownRuns, "keep", lambda known, root, end, *run: (kept.append(end), keep(known, root, end, *run))
+    )
     engine, prompt = start(), make_prompt(1, 8)
     for times in range(3):
         assert list(engine.generate(prompt).request.output_token_ids) == answer(prompt, 3)
