@@ -1,7 +1,7 @@
 """Names for blocks: the keys that identify their content, and the namespace that bounds their use.
 
-Owns kvpact's own block keys (SHA-256 over a whole prefix) and the namespace digest. Knows no engine: a request's
-content arrives as plain values.
+Owns kvpact's own block keys (SHA-256 over a whole prefix), the namespace digest, and what is kept of keys that were
+made before. Knows no engine: a request's content arrives as plain values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from itertools import starmap
 from struct import Struct
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from blake3 import blake3
 
@@ -35,6 +36,38 @@ TOKEN_BYTES = 4
 KEY_FORMAT = 3
 """Incremented when the preimage of a key changes, so that old and new records never match."""
 
+RUN_TOKENS, MAX_RUNS = 8192, 256
+"""Tokens of a run, and runs that are kept: two million tokens, in blocks of 16 in 12 MB. See `KnownRuns`."""
+
+
+class KnownRuns(NamedTuple):
+    """Keys that were made before, run by run: in one process an engine's own hashes find again what was hashed.
+
+    `runs` has the keys of each and the state after the last, of all requests of an engine, and the first one goes when
+    there are too many. `hashes`, a list that grows with the request, are the engine's, of blocks of `block_size`
+    tokens. If two requests have one salt and an equal hash, they must have all tokens before the end of that block in
+    common, and nothing besides tokens; a request of which this is not sure has no `KnownRuns`.
+
+    The tokens after a prompt's last whole run are hashed again, in blocks of 16 in at most 0.23 ms. With runs of half
+    the size this is halved, and a prompt that nobody had before becomes 3 % dearer.
+    """
+
+    runs: dict[bytes, tuple[list[BlockKey], _Hash]]
+    block_size: int
+    hashes: Sequence[bytes] = ()
+
+    def name(self, root: bytes, end: int) -> bytes:
+        """What `runs` calls a run that ends after so many tokens; empty if the engine has no hash of a block there."""
+        blocks, rest = divmod(end, self.block_size)
+        return b"" if rest or blocks > len(self.hashes) else root + self.hashes[blocks - 1]
+
+    def keep(self, root: bytes, end: int, keys: list[BlockKey], state: _Hash) -> None:
+        """Keep a run that ends after so many tokens, if it has a name; nobody may add to `keys` or to `state`."""
+        if name := self.name(root, end):
+            self.runs[name] = keys, state
+        if len(self.runs) > MAX_RUNS:
+            del self.runs[next(iter(self.runs))]
+
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
@@ -51,13 +84,14 @@ class RequestIdentity:
 
     `adapter` names the adapter's weights by content (a digest, never the user's name for it), `salt` separates tenants,
     `media` are the spans whose embeddings replace placeholder tokens, `embeddings` has for each block index a digest of
-    the prompt embeddings that the block takes in place of tokens.
+    the prompt embeddings that the block takes in place of tokens. `known` decides nothing: it spares work.
     """
 
     adapter: str = ""
     salt: str = ""
     media: tuple[MediaSpan, ...] = ()
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
+    known: KnownRuns | None = field(default=None, compare=False, repr=False)
 
     def same_root(self, other: RequestIdentity) -> bool:
         """Whether adapter and salt are equal, which hold for the whole request; media and embeddings may differ."""
@@ -138,12 +172,15 @@ class BlockKeys:
     def extend(self, token_ids: Sequence[int], most: int | None = None) -> list[BlockKey]:
         """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys.
 
-        Not those after the first `most` blocks, so that a caller can spread the work over steps.
+        Not those after the first `most` blocks, unless they are known, so that a caller can spread the work over steps.
         """
-        size, first, last = self.block_size, len(self.keys), self.count(len(token_ids))
+        size, last = self.block_size, self.count(len(token_ids))
         if most is not None and most < last:
             last = most
-        if first >= last or self.ended:
+        known = self._identity.known if not self.ahead else None
+        if known is not None and len(self.keys) < last and not self.ended:
+            self._take_known(known, self.count(len(token_ids)))
+        if (first := len(self.keys)) >= last or self.ended:
             return self.keys
         packed = _packed(self._packable(token_ids[first * size : last * size + self.ahead]))
         nbytes, after = TOKEN_BYTES * size, TOKEN_BYTES * self.ahead
@@ -156,13 +193,29 @@ class BlockKeys:
         else:
             if not first:
                 hashed.update(packed[:after])
-            update, digest = hashed.update, hashed.digest
-            whole = packed[after : after + count * nbytes]
-            self.keys += [digest() for (frame,) in self._frames(whole) if not update(frame)]
+            packed = packed[after : after + count * nbytes]
+            update, digest, keys, run = hashed.update, hashed.digest, self.keys, max(1, RUN_TOKENS // size)
+            while packed:
+                to_end = nbytes * (run - len(keys) % run)
+                made = [digest() for _ in starmap(update, self._frames(packed[:to_end]))]
+                keys += made
+                packed = packed[to_end:]
+                if known is not None and not len(keys) % run:
+                    known.keep(self._root, len(keys) * size, keys[-run:] if len(made) < run else made, hashed.copy())
         self._hashed = hashed
         return self.keys
 
-    def _extend_with_extras(self, hashed: _Hash, packed: bytes, count: int, after: int) -> _Hash:
+    def _take_known(self, known: KnownRuns, last: int) -> None:
+        """Add the keys of runs that were made before, each as a whole, and none after the first `last` blocks."""
+        keys, run = self.keys, max(1, RUN_TOKENS // self.block_size)
+        while (end := len(keys) - len(keys) % run + run) <= last:
+            found = known.runs.get(known.name(self._root, end * self.block_size))
+            if found is None:
+                return
+            keys += found[0][len(keys) - end :]
+            self._hashed = found[1].copy()
+
+    def _extend_with_extras(self, hashed: _Hash, packed: memoryview, count: int, after: int) -> _Hash:
         """Add keys of `count` blocks, some of which have something besides tokens; return the new state."""
         nbytes = TOKEN_BYTES * self.block_size
         for at in range(0, count * nbytes, nbytes):
@@ -242,11 +295,11 @@ _NAMELESS = (OverflowError, TypeError, UnicodeEncodeError)
 """Raised by encoding a block without a key."""
 
 
-def _packed(tokens: array[int]) -> bytes:
+def _packed(tokens: array[int]) -> memoryview:
     """`TOKEN_BYTES` a token, little endian."""
     if sys.byteorder == "big":
         tokens.byteswap()
-    return tokens.tobytes()
+    return memoryview(tokens).cast("B")
 
 
 def _fits(token: object) -> bool:

@@ -49,6 +49,7 @@ class VllmContext:
         self.tables = tables
         self._states = StateBlocks(groups, block_pool.null_block.block_id if groups is not None else 0)
         self._pool = block_pool
+        self.hash_block_size = int(block_pool.hash_block_size)
         self._by_priority = policy == "priority"
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._holds = BlockRefs(block_pool.null_block.block_id)

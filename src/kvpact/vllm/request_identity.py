@@ -15,7 +15,7 @@ from typing import Any
 from kvpact.contract import ExternalKVMatch
 from kvpact.identity.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.identity.digest_thread import DigestThread, Pending
-from kvpact.identity.keys import MediaSpan, RequestIdentity
+from kvpact.identity.keys import KnownRuns, MediaSpan, RequestIdentity
 from kvpact.vllm.compat.configuration import encoder_cache_size, encodes_media_elsewhere, runs_encoder_with_adapters
 from kvpact.vllm.compat.objects import has_3d_adapter, prompt_token_mask
 from kvpact.vllm.content_digests import embedding_digests
@@ -34,6 +34,7 @@ class RequestIdentities:
     def __init__(self, vllm_config: Any) -> None:
         lora = vllm_config.lora_config
         self.block_size = int(vllm_config.cache_config.block_size)
+        self.known: KnownRuns | None = None
         self.contents = DigestThread("kvpact-content")
         self.adapters = AdapterDigests(MAX_ADAPTERS + (int(lora.max_cpu_loras or 0) if lora is not None else 0))
         self.media = MediaContents(self.contents, max(MIN_NAMES, encoder_cache_size(vllm_config)))
@@ -50,6 +51,11 @@ class RequestIdentities:
     def revision(self) -> int:
         """Rises when what was known of a name may be void, or when more may be known."""
         return self.adapters.revision + self.media.disputes
+
+    def use_engine_hashes(self, cache_config: Any, block_size: int) -> None:
+        """vLLM hashes blocks of so many tokens; an algorithm that lets two blocks have one hash is of no use."""
+        if cache_config.prefix_caching_hash_algo in ("sha256", "sha256_cbor"):
+            self.known = KnownRuns({}, block_size)
 
     def refuse(self, reason: str) -> None:
         """Log once why requests of a kind are not cached. `reason` completes a sentence and is one of a few."""
@@ -174,7 +180,19 @@ class VllmRequest:
         embeddings = self._read_embeddings()
         if adapter is None or media is None or embeddings is None:
             return None
-        return RequestIdentity(adapter, request.cache_salt or "", media, embeddings)
+        return RequestIdentity(adapter, request.cache_salt or "", media, embeddings, self._known_runs())
+
+    def _known_runs(self) -> KnownRuns | None:
+        """What is known by vLLM's hashes; None where these say less than keys.
+
+        An adapter and a salt of one name give one hash (up to 0.30), and when the last token of a session is replaced
+        the hash stays (up to 0.31).
+        """
+        request, known = self.request, self._identities.known
+        others = request.lora_request, request.prompt_embeds, request.streaming_queue
+        if known is None or request.mm_features or request.resumable or any(one is not None for one in others):
+            return None
+        return KnownRuns(known.runs, known.block_size, request.block_hashes)
 
     def _can_be_told(self) -> bool:
         request, identities = self.request, self._identities

@@ -125,6 +125,7 @@ class SchedulerSide:
             return
         policy = str(self._vllm_config.scheduler_config.policy)
         self.context = scheduler_context(offered, policy, self._groups.groups if self._groups.several else None)
+        self.identities.use_engine_hashes(self._vllm_config.cache_config, self.context.hash_block_size)
         if self.mounted is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
 
