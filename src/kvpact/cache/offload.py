@@ -379,7 +379,7 @@ class Offloader:
             reservation = self.index.reserve_sides(run.keys, parents, self.groups.class_of(run.group))
         if reservation is None:
             raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
-        self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
+        self.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
         pin = self.index.pin(run.keys[-1])
         if self._context is not None and not run.is_held:
             for part in filter(None, _parts(run)):

@@ -62,7 +62,7 @@ class SlotSpace(Protocol):
     def give_back(self, row: int) -> None:
         """Nothing needs this row any more."""
 
-    def give_back_each(self, rows: Sequence[int]) -> None:
+    def give_back_each(self, rows: range) -> None:
         """`give_back`, one after the other."""
 
     def class_of(self, row: int) -> int:
@@ -114,13 +114,13 @@ class PlainSlots:
         elif row >= self._num_slots:
             self._names.append(row)
 
-    def give_back_each(self, rows: Sequence[int]) -> None:
+    def give_back_each(self, rows: range) -> None:
         """See `SlotSpace`."""
-        if max(rows) < self.usable:
-            self._stack.extend(rows)
-        else:
+        if len(rows) < FEW or max(rows[0], rows[-1]) >= self.usable:
             for row in rows:
                 self.give_back(row)
+        else:
+            self._stack.frombytes(np.arange(rows.start, rows.stop, rows.step, np.int32).tobytes())
 
     def class_of(self, row: int) -> int:
         """See `SlotSpace`."""
