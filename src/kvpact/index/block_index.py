@@ -174,7 +174,7 @@ class BlockIndex(Restoring):
         return count
 
     def make_room(self, slots: int) -> int:
-        """Evict until so many slots of the chains' class are free, or nothing more can go; returns how many blocks went.
+        """Evict until so many slots of the chains' class are free, or nothing more can go; returns how many went.
 
         Blocks that are reserved one by one get neighbouring slots then.
         """

@@ -16,6 +16,12 @@ from kvpact.index.key_table import FEW
 from kvpact.index.links import NONE
 from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED, Rows
 
+AHEAD_SHARE: Final = 64
+"""A class keeps free at most one in so many of the slots that it could free."""
+
+AHEAD_SLOTS: Final = 2048
+"""Slots that a class keeps free at most."""
+
 FAR: Final = 256
 """Blocks after which nobody looks further for the last use of a chain."""
 
@@ -32,12 +38,40 @@ class Losses(Rows):
             self._policy.offer(parent, self._chain_class)
 
     def _make_room(self, slots: int, slot_class: int) -> int | None:
-        """Evict until so many slots of a class are free; returns how many blocks went, None if that is not enough."""
-        missing = slots - len(self.space.free[slot_class])
-        if missing > self._evictable[slot_class]:
+        """Evict until so many slots of a class are free; returns how many blocks went, None if that is not enough.
+
+        If fewer are free now, they stay so, as far as they are kept: others are evicted for all that are wanted.
+        """
+        free, evictable = len(self.space.free[slot_class]), self._evictable[slot_class]
+        if slots > free + evictable:
             return None
         evicted, self._lost = self._lost, 0
-        return evicted + self._evict(slot_class, slots) if missing > 0 else evicted
+        if slots <= free:
+            return evicted
+        return evicted + self._evict(slot_class, min(slots + min(free, self._kept(slot_class)), free + evictable))
+
+    def evict_ahead(self, most: int) -> int:
+        """Evict before room is needed, at most `most` blocks of each class; returns how many blocks went.
+
+        A class keeps `AHEAD_SLOTS` slots free, or one in `AHEAD_SHARE` of those that it could free, if that are fewer:
+        so many hits it may cost, and a small place keeps none. Reservations find free slots then, and neighbours among
+        them. Of slots that become free only when they are needed each reservation gets what the last ones of some chain
+        had, in ever shorter runs; and each run costs something when it is entered, evicted and copied.
+        """
+        evicted = 0
+        for slot_class, free in enumerate(self.space.free):
+            kept = self._kept(slot_class)
+            lacking = min(kept - len(free), most)
+            if lacking >= max(1, min(kept // 2, most)):
+                wanted = len(free) + lacking
+                self.space.obtain(slot_class, lacking, self)
+                evicted += self._evict(slot_class, min(wanted, len(free) + self._evictable[slot_class]))
+        return evicted
+
+    def _kept(self, slot_class: int) -> int:
+        """Slots of a class that are kept free while nothing needs them."""
+        kept = min((len(self.space.free[slot_class]) + self._evictable[slot_class]) // AHEAD_SHARE, AHEAD_SLOTS)
+        return kept if kept >= FEW else 0
 
     def _evict(self, slot_class: int, wanted: int) -> int:
         """Free the least recently used leaves of a class that nothing holds, with their side rows, until `wanted` of
