@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -125,7 +126,7 @@ def test_chains_keep_to_neighbouring_slots_however_often_the_memory_was_filled()
         index.evict_ahead(512)
         slots = [*reservation.slots]
         if number >= 500:
-            parts += 1 + sum(after != slot + 1 for slot, after in zip(slots, slots[1:], strict=False))
+            parts += 1 + sum(after != slot + 1 for slot, after in pairwise(slots))
             blocks += len(slots)
     index.check()
     assert blocks / parts > 8, "4, and ever fewer, if each takes exactly the slots that the last chain's end leaves"
