@@ -23,7 +23,6 @@ class IndexCache:
         places = [extent_bytes // size for size in shape.row_bytes]
         self.space = ClassedSlots(places, budget // extent_bytes)
         self.index = BlockIndex(self.space.num_rows, space=self.space, classes=len(places))
-        self.held_bytes = 0
         self._shape = shape
         self._groups = GroupSet(shape.groups)
 
@@ -50,6 +49,14 @@ class IndexCache:
                 computed = [rows[row] for row in blocks if row >= match and self._has_state(number, row, match, whole)]
                 saved += self._save_sides(number, computed)
         return match, loaded, saved
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all blocks."""
+        space = self.space
+        rows = (len(space.extents(number)) * places for number, places in enumerate(space.places))
+        used = (all_rows - len(free) for all_rows, free in zip(rows, space.free, strict=True))
+        return sum(count * size for count, size in zip(used, self._shape.row_bytes, strict=True))
 
     def check(self) -> None:
         """Raises if the index or its slots are not what their rules say."""
@@ -89,9 +96,7 @@ class IndexCache:
     def _complete(self, reservation: Reservation | None, count: int, number: int) -> int:
         """The blocks are written; returns their bytes."""
         assert reservation is not None
-        self.held_bytes -= sum(self._shape.row_bytes[key[0]] for key, _ in reservation.evicted)
         self.index.complete(reservation.slots)
-        self.held_bytes += count * self._shape.row_bytes[number]
         return count * self._shape.row_bytes[number]
 
 

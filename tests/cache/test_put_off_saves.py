@@ -11,7 +11,7 @@ from kvpact.cache.offload import CATCH_UP_STEPS
 from kvpact.contract import JobOutcome, SaveJob, StepWork, WorkerReport
 from kvpact.identity.keys import MediaSpan, RequestIdentity
 from kvpact.index.block_index import BlockIndex
-from kvpact.metrics import series
+from kvpact.metrics import MEMORY, series
 from kvpact.ranges import RangeSet
 from scenes import BLOCK_SIZE, Scene, SceneRequest, tokens
 
@@ -87,6 +87,32 @@ def test_many_blocks_that_wait_are_caught_up_with_in_few_steps() -> None:
     assert sizes[1] >= 9 * PIECE
     assert sorted(sizes[1:], reverse=True) == sizes[1:], "the fewer wait, the fewer a step orders"
     assert len(sizes) < 3 * CATCH_UP_STEPS + 10
+
+
+def test_steps_that_save_nothing_make_room_and_those_that_save_find_it() -> None:
+    scene = Scene(1024, engine_blocks=2048)
+
+    def save(number: int, blocks: int) -> int:
+        """Returns how many blocks were evicted until the step was over."""
+        request, before = SceneRequest(f"{number}", tokens(blocks * BLOCK_SIZE + 1, number)), evicted()
+        work = scene.step_computing(request)
+        count = evicted() - before
+        scene.report(work)
+        scene.cache.request_finished(request.request_id)
+        return count
+
+    def evicted() -> int:
+        return int(scene.cache.observe()[series("evicted_blocks", MEMORY)])
+
+    assert sum(save(number, 256) for number in range(4)) == 0
+    first = SceneRequest("again", tokens(256 * BLOCK_SIZE + 1))
+    for _ in range(3):
+        scene.cache.end_step()
+    assert evicted() == 16, "one in 64, and no more in later steps"
+    assert scene.prepare(first).num_tokens == (256 - 16) * BLOCK_SIZE, "the end of the least recently used chain"
+    assert save(4, 8) == 0
+    assert save(5, 64) == 64, "so many as it takes"
+    scene.cache.check()
 
 
 def test_blocks_that_another_request_has_saved_meanwhile_are_not_saved_again(scene: Scene) -> None:

@@ -164,7 +164,6 @@ class IndexMachine(RuleBasedStateMachine):
         keys = chain("".join(letter * self.blocks_a_letter for letter in path))
         start, end = self.index.known_prefix(keys), len(keys)
         parent = keys[start - 1] if start else ROOT
-        before = {key: block.slot for key, block in self.model.known().items()}
         expected = self.model.evict_for(end - start, parent)
         reservation = self.index.reserve(keys, start, end)
         if expected is None:
@@ -173,7 +172,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         assert reservation is not None
         event(f"evicted {len(expected)}")
-        assert sorted(reservation.evicted) == sorted((key, before[key]) for key in expected)
+        assert reservation.evicted == len(expected)
         assert len(reservation.slots) == end - start
         for key, slot in zip(keys[start:end], reservation.slots, strict=True):
             assert slot not in {block.slot for block in self.model.blocks}
@@ -194,7 +193,6 @@ class IndexMachine(RuleBasedStateMachine):
         if not wanted:
             return
         deepest = parent_of(wanted[-1])
-        before = {key: block.slot for key, block in known.items()}
         expected = self.model.evict_for(len(wanted), deepest)
         reservation = self.index.reserve_sides(wanted, [parent_of(key) for key in wanted])
         if expected is None:
@@ -202,7 +200,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         assert reservation is not None
         event(f"side blocks, evicted {len(expected)}")
-        assert sorted(reservation.evicted) == sorted((key, before[key]) for key in expected)
+        assert reservation.evicted == len(expected)
         for key, slot in zip(wanted, reservation.slots, strict=True):
             block = Block(key, self.model.known()[parent_of(key)], slot, 0)
             self.model.blocks.append(block)

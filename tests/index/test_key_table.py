@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvpact.index.key_table import NONE, KeyTable, may_repeat
+from kvpact.index.key_table import NONE, KeyTable
 
 ROWS = 60
 
@@ -40,10 +40,6 @@ def agrees(table: KeyTable, expected: dict[bytes, int], all_keys: list[bytes]) -
     assert [table.find(key) for key in all_keys] == wanted
     assert table.find_each(table.names(all_keys)).tolist() == wanted
     assert table.find_either(table.names(all_keys)).tolist() == wanted
-    unknown = [key for key in all_keys if key not in expected]
-    assert not unknown or not table.knows_any(table.names(unknown))
-    for key in [*expected][:3]:
-        assert table.knows_any(table.names([*unknown[:5], key, *unknown[5:]]))
     rows = list(expected.values())
     assert table.keys(np.array(rows, np.int64)) == list(expected) == [table.key(row) for row in rows]
 
@@ -112,13 +108,6 @@ def test_hidden_keys_are_found_by_those_who_ask_for_them_only(kind: str) -> None
 def test_more_rows_than_a_link_can_name_are_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
         KeyTable((1 << 30) + 1)
-
-
-def test_keys_that_may_repeat_are_told_from_those_that_cannot() -> None:
-    table = KeyTable(ROWS + 1)
-    assert not may_repeat(table.names(KEYS["digests"]))
-    assert may_repeat(table.names([*KEYS["digests"], KEYS["digests"][7]]))
-    assert may_repeat(table.names(KEYS["one word"])), "they differ, but only all of their bytes show it"
 
 
 class Counted(bytes):

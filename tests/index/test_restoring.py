@@ -56,10 +56,13 @@ def restored(table: list[StoredBlock], cuts: list[int]) -> tuple[BlockIndex, set
 def eviction_order(index: BlockIndex) -> list[bytes]:
     order = list[bytes]()
     for _ in range(index.held_count):
+        before = {index.key_at(slot) for slot in range(SLOTS)} - {None}
         new = [(b"new-%d" % block).ljust(32) for block in range(index.free_slots + 1)]
         reservation = index.reserve(new, 0, len(new))
         assert reservation is not None
-        order += [name for name, _ in reservation.evicted]
+        gone = [name for name in before if name is not None and name not in index]
+        assert len(gone) == reservation.evicted
+        order += gone
         index.abandon(reservation.slots)
     return order
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dictionary_tier import DictionaryTier
-from kvpact.errors import NoSuchTier, TierError
+from kvpact.errors import NoSuchTier, TierError, reason_of
 from kvpact.identity.keys import Namespace
 from kvpact.tiers import awaited
 from kvpact.tiers.awaited import AwaitedTier, open_tiers
@@ -130,7 +130,7 @@ def test_h97_whatever_an_opener_raises_is_tried_again(monkeypatch: pytest.Monkey
         return new_tier()
 
     tier = opened_by(monkeypatch, open_tier)
-    assert str(error) in tier.reason
+    assert reason_of(error) in tier.reason
     until(lambda: tier.there)
     assert len(tries) == 5
 

@@ -32,6 +32,9 @@ PIECE_BLOCKS = 512
 """Rows that one step orders saves of before it leaves others to later steps: about 0.7 ms of the scheduler's thread
 with all that becomes of them."""
 
+QUIET_BLOCKS = 32
+"""A step that saves at most so many rows makes room for later ones, of `PIECE_BLOCKS` at most."""
+
 CATCH_UP_STEPS = 8
 """If more wait than so many steps would take in pieces, a step orders the part that lets them take so many."""
 
@@ -263,6 +266,8 @@ class Offloader:
         """End the step: order saves that earlier steps have put off, the oldest first, as far as the step may."""
         waiting = self.jobs.put_off
         if not waiting:
+            if self.piece_blocks - self._left <= QUIET_BLOCKS:
+                self.metrics.add("evicted_blocks", self.index.evict_ahead(self.piece_blocks), MEMORY)
             self._left = self.piece_blocks
             return
         while waiting and self._left > 0:
@@ -377,7 +382,7 @@ class Offloader:
             reservation = self.index.reserve_sides(run.keys, parents, self.groups.class_of(run.group))
         if reservation is None:
             raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
-        self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
+        self.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
         pin = self.index.pin(run.keys[-1])
         if self._context is not None and not run.is_held:
             for part in filter(None, _parts(run)):

@@ -226,7 +226,7 @@ class Prefetcher:
         """Read blocks into their new slots; False, and nothing happens, if that is impossible, or there are none."""
         if reservation is None:
             return False
-        self.metrics.add("evicted_blocks", len(reservation.evicted), MEMORY)
+        self.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
         op = PrefetchOp(tuple(keys), reservation.slots, self.index.pin(keys[-1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
         views = [self.arena.slot_views(self.index.space.number(slot)) for slot in op.slots]

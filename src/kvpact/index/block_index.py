@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.key_table import FEW, Names, RowArray, may_repeat
+from kvpact.index.key_table import FEW, RowArray
 from kvpact.index.links import NONE, selection
 from kvpact.index.links import ROOT as ROOT
 from kvpact.index.restoring import Restoring
@@ -26,14 +26,13 @@ from kvpact.index.rows import State as State
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Slots for a run of keys, in the keys' order, and the (key, slot) pairs that were evicted to make room.
+    """Slots for a run of keys, in the keys' order, and how many blocks were evicted to make room.
 
-    Many neighbours are a range. `slots` may include slots of `evicted`. Every slot ends with `complete` or `abandon`,
-    exactly once.
+    Many neighbours are a range. Every slot ends with `complete` or `abandon`, exactly once.
     """
 
     slots: tuple[int, ...] | range
-    evicted: tuple[tuple[BlockKey, int], ...] = ()
+    evicted: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -174,34 +173,31 @@ class BlockIndex(Restoring):
         self._release(row)
         return count
 
-    def make_room(self, slots: int) -> tuple[tuple[BlockKey, int], ...]:
-        """Evict until so many slots of the chains' class are free, or nothing more can go; returns (key, slot) of each.
+    def make_room(self, slots: int) -> int:
+        """Evict until so many slots of the chains' class are free, or nothing more can go; returns how many went.
 
         Blocks that are reserved one by one get neighbouring slots then.
         """
         most = len(self.space.free[self._chain_class]) + self._evictable[self._chain_class]
-        return self._make_room(min(slots, most), self._chain_class) or ()
+        return self._make_room(min(slots, most), self._chain_class) or 0
 
     def reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> Reservation | None:
         """Slots for `keys[start:end]` of the chain `keys`, all or none; None, and nothing changed, if there is no room.
 
         Room is made by evicting held blocks that nothing needs, least recently used first and a chain's tail before its
-        head, never the chain that is being extended. Raises PactViolation if one of the blocks is known already, or the
-        one before them is not.
+        head, never the chain that is being extended. Raises PactViolation if the first of the blocks is known already,
+        or the one before it is not; those after an unknown one are unknown.
         """
         if not 0 <= start <= end <= len(keys):
             raise PactViolation(f"cannot reserve blocks [{start}, {end}) of a chain of {len(keys)}")
         wanted = keys[start:end]
-        names = self._keys.names(wanted) if len(wanted) >= FEW else None
-        if not self._are_new(wanted, names):
+        if wanted and self._row(wanted[0]) != NONE:
             known = self.known_prefix(keys)
-            raise PactViolation(
-                f"blocks [{start}, {end}) are not all new; reserve from known_prefix() on, here {known}"
-            )
+            raise PactViolation(f"blocks [{start}, {end}) are not new; reserve from known_prefix() on, here {known}")
         parent = self.slot(keys[start - 1]) if start else self._root
         reservation = self._take_slots(len(wanted), self._chain_class, parent)
         if reservation is not None and (slots := reservation.slots):
-            self._reserve_chain(wanted, names, parent, slots, selection(slots))
+            self._reserve_chain(wanted, parent, slots, selection(slots))
         return reservation
 
     def _take_slots(self, count: int, slot_class: int, needed: int) -> Reservation | None:
@@ -216,12 +212,6 @@ class BlockIndex(Restoring):
         slots = self.space.take(count, slot_class)
         return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
-    def _are_new(self, keys: Sequence[BlockKey], names: Names | None) -> bool:
-        """Whether the keys are all different and unknown."""
-        if names is not None:
-            return not (self._keys.knows_any(names) or (may_repeat(names) and len(set(keys)) < len(keys)))
-        return len(set(keys)) == len(keys) and all(self._row(key) == NONE for key in keys)
-
     def reserve_sides(
         self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], slot_class: int = 0
     ) -> Reservation | None:
@@ -233,9 +223,8 @@ class BlockIndex(Restoring):
         if not keys:
             return Reservation(())
         rows = self.slots_of(parents)
-        if not self._are_new(keys, self._keys.names(keys) if len(keys) >= FEW else None) or any(
-            map(self._is_side.__getitem__, rows)
-        ):
+        are_new = len(set(keys)) == len(keys) and (self.find_each(keys) == NONE).all()
+        if not are_new or any(map(self._is_side.__getitem__, rows)):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
         reservation = self._take_slots(len(keys), slot_class, rows[-1])
         if reservation is not None:

@@ -155,7 +155,7 @@ class ClassedSlots:
             if extent < self.usable:
                 self._spare.insert(0, extent)
 
-    def give_back_each(self, rows: Sequence[int]) -> None:
+    def give_back_each(self, rows: range) -> None:
         """See `SlotSpace`."""
         for row in rows:
             self.give_back(row)

@@ -117,14 +117,9 @@ class LeastRecentlyUsed:
             self.used_each[slots] = np.arange(self.tick + 1, self.tick + 1 + count)
             self.tick += count
 
-    def use_at(self, slot: int, tick: int) -> None:
-        """`slot` was last used at `tick`, which is not before what was known of it."""
-        self._used[slot] = tick
-
-    def inherit(self, parent: int, child: int) -> None:
-        """Count the last use of `child` as one of `parent` too; called when the child is removed, so that a touch costs
+    def inherit(self, parent: int, used: int) -> None:
+        """Count the last use of a child as one of `parent` too; called when the child is removed, so that a touch costs
         O(1)."""
-        used = self._used[child]
         if used > self._used[parent]:
             self._used[parent] = used
 

@@ -152,21 +152,6 @@ class KeyTable:
             self._tell_apart(rows, there, sought)
         return rows
 
-    def knows_any(self, names: Names) -> bool:
-        """Whether one of the keys is in the table."""
-        wanted, words = names[:, 0], self._words[:, 0]
-        links = self._heads_each[self._buckets(names)]
-        (left,) = links.nonzero()
-        rows = links[left] - 1
-        while len(left):
-            same = (words[rows] == wanted[left]).nonzero()[0]
-            if len(same) and (self._words[rows[same]] == names[left[same]]).all(axis=1).any():
-                return True
-            links = self._next_each[rows]
-            (more,) = links.nonzero()
-            left, rows = left[more], links[more] - 1
-        return False
-
     def _buckets(self, names: Names) -> RowArray:
         buckets = names[:, 0] ^ names[:, -1]
         buckets *= np.uint64(self._factor)
@@ -250,14 +235,14 @@ class KeyTable:
         """The keys of rows as numbers."""
         return self._words[rows]
 
-    def remove_each(self, rows: Sequence[int]) -> None:
+    def remove_each(self, rows: Sequence[int] | RowArray) -> None:
         """Take the keys of rows away, each once."""
         self._count -= len(rows)
         if len(rows) < FEW:
             for row in rows:
                 self._unlist(row, self._bucket(row))
             return
-        numbers = np.asarray(rows, np.int64)
+        numbers = np.array(rows, np.int64)
         buckets = self._buckets(self._words.take(numbers, 0))
         later = self._heads_each[buckets] != numbers + 1
         first = ~later
@@ -276,12 +261,6 @@ class KeyTable:
                     raise PactViolation(f"row {link - 1} is listed as {bucket}, and its key has another hash")
                 yield link - 1
                 link = self._next[link - 1]
-
-
-def may_repeat(names: Names) -> bool:
-    """Whether two of the keys have the same first word; keys that are the same do."""
-    words = np.sort(names[:, 0])
-    return bool((words[1:] == words[:-1]).any())
 
 
 def _differ(words: Names, wanted: Names) -> NDArray[np.bool_]:

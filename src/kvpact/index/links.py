@@ -10,9 +10,10 @@ from itertools import chain
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpact.identity.keys import BlockKey
-from kvpact.index.key_table import FEW, KeyTable, Names, RowArray, zeros
+from kvpact.index.key_table import FEW, KeyTable, RowArray, zeros
 from kvpact.index.key_table import NONE as NONE
 
 ROOT: Final[BlockKey] = b""
@@ -97,16 +98,14 @@ class Links:
             self._previous[following] = row
         first[parent] = row
 
-    def _link_chain(
-        self, keys: Sequence[BlockKey], names: Names | None, parent: int, rows: Sequence[int], at: slice | RowArray
-    ) -> None:
+    def _link_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int], at: slice | RowArray) -> None:
         """Enter `keys`, one after the other, after `parent` into the unused `rows`, which `at` selects."""
-        if names is None or len(rows) < FEW:
+        if len(rows) < FEW:
             for key, row in zip(keys, rows, strict=True):
                 self._link(key, parent, row, is_side=False)
                 parent = row
             return
-        self._keys.add_names(names, at)
+        self._keys.add_names(self._keys.names(keys), at)
         self._is_side_each[at] = 0
         for links in (self._first_side_each, self._previous_each, self._next_each):
             links[at] = NONE
@@ -165,16 +164,13 @@ class Links:
             row = self._parent[first]
         return runs[0] if len(runs) == 1 else [*chain.from_iterable(reversed(runs))]
 
-    def _run(self, row: int, most: int) -> int:
-        """The first of at most `most` rows that end with `row` of which each follows its neighbour, and has it as its
-        only child, and no side rows but perhaps on the last."""
-        first: int = max(self._start[row], row - most + 1)
-        if first == row:
-            return row
-        above, below = slice(first, row), slice(first + 1, row + 1)
-        parted = (self._first_side_each[above] & self._next_each[below] & self._previous_each[below]) != NONE
-        ends = np.flatnonzero(parted)
-        return first + int(ends[-1]) + 1 if len(ends) else first
+    def _parted(self, rows: slice) -> NDArray[np.bool_]:
+        """Which of these rows of one run have side rows, or another child than the neighbour that follows them."""
+        below = slice(rows.start + 1, rows.stop + 1)
+        parted: NDArray[np.bool_] = (
+            self._first_side_each[rows] & self._next_each[below] & self._previous_each[below]
+        ) != NONE
+        return parted
 
 
 def _starts(follows: np.ndarray) -> RowArray:

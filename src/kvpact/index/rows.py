@@ -14,7 +14,7 @@ import numpy as np
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.eviction import LeastRecentlyUsed
-from kvpact.index.key_table import FEW, Names, RowArray, zeros
+from kvpact.index.key_table import FEW, RowArray, zeros
 from kvpact.index.links import NONE, Links, selection
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 
@@ -128,8 +128,8 @@ class Rows(Links):
         self._evictable = [0] * len(self._evictable)
         self._pinned = 0
         self._policy = LeastRecentlyUsed(rows, len(self._evictable))
-        self._lost: list[tuple[BlockKey, int]] = []
-        """What an extent lost when it changed its class, until a reservation tells it."""
+        self._lost = 0
+        """Blocks that extents lost when they changed their class, until a reservation tells it."""
 
     def _row(self, key: BlockKey) -> int:
         """The row of a known block; NONE if the key is unknown, or the root's."""
@@ -206,12 +206,10 @@ class Rows(Links):
             self._hold(parent)
         self._policy.touch_each(selection(rows))
 
-    def _reserve_chain(
-        self, keys: Sequence[BlockKey], names: Names | None, parent: int, rows: Sequence[int], at: slice | RowArray
-    ) -> None:
+    def _reserve_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int], at: slice | RowArray) -> None:
         """Enter `keys`, one after the other, after `parent` into the unused `rows`, which have a writer now; `at`
         selects the rows."""
-        self._link_chain(keys, names, parent, rows, at)
+        self._link_chain(keys, parent, rows, at)
         self._state_each[at] = RESERVED
         self._holds_each[at] = 2  # of its writer, and of the row after it
         self._holds[rows[-1]] = 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, TypeAlias, cast
 
-from kvpact.errors import ConfigError, NoSuchTier, TierError, reason_of
+from kvpact.errors import ConfigError, NoSuchTier, TierError
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.backends import BACKEND_OF, BACKENDS, ENTRY_POINTS
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
@@ -61,25 +61,17 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
     Raises:
         TierError: one line for people; the engine goes on without this tier, and tries again.
         NoSuchTier: it need not be tried again.
+        Exception: another package's.
     """
-    try:
-        if isinstance(tier := _opened(url, place), Tier):
-            return tier
-    except TierError:
-        raise
-    except Exception as error:  # what a file, a store or another package brings must not end the engine
-        raise TierError(f"cannot open {url}: {reason_of(error)}") from error
-    raise TierError(f"what opens {url} makes a {type(tier).__name__}; a kvpact.tiers.base.Tier is needed")
-
-
-def _opened(url: TierURL, place: TierContext) -> object:
     backend = BACKEND_OF.get(url.scheme)
     if backend is not None and not backend.shared:
         return cast(OpenTier, resolve_name(backend.opener))(url, place)
     if backend is not None:
         return SharedTier(open_store(url), place.namespace, place.slot_bytes, seal=place.seal)
     for entry in entry_points(group=ENTRY_POINTS, name=url.scheme):
-        return cast(OpenTier, entry.load())(url, place)
+        if isinstance(tier := cast(OpenTier, entry.load())(url, place), Tier):
+            return tier
+        raise TierError(f"what opens {url} makes a {type(tier).__name__}; a kvpact.tiers.base.Tier is needed")
     raise NoSuchTier(f"no installed package opens {url}: none has an entry point {url.scheme!r} in {ENTRY_POINTS}")
 
 

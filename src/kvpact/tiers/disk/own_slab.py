@@ -126,7 +126,7 @@ class OwnSlab:
         blocks, slots = list[Entry](), list[int]()
         named = [*(run[0].parent for run in runs), *(entry.key for entry in entries)]
         pins = self._index.pin_each([key for key in reversed(named) if key in self._index])
-        self._accounts.count(evicted=len(self._index.make_room(sum(map(len, runs)))))
+        self._accounts.count(evicted=self._index.make_room(sum(map(len, runs))))
         for run in runs:
             some = run[: self._index.free_slots]
             blocks += some
