@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from kvpact import wire
 from kvpact.border import json_object
 from kvpact.contract import WorkerReport
-from kvpact.errors import DataError, TierError
+from kvpact.errors import DataError
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.identity.notices import WORD_END, NoticeReader
 from kvpact.own_files import OWN_FOLDER, CacheFile
 from kvpact.threads import start_background
+from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.base import HEADER_BYTES, RecordHeader
 from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock
 from kvpact.tiers.mooncake.store import MooncakeStore
@@ -35,7 +36,7 @@ from kvpact.tiers.record import RECORD_FORMAT, RECORD_MAGIC
 from kvpact.tiers.redis.batches import Batches
 from kvpact.tiers.redis.connections import Connection
 from kvpact.tiers.redis.parts import MAX_PART, SPLIT_MAGIC, SplitHead
-from kvpact.tiers.registry import TierContext, open_tier
+from kvpact.tiers.registry import TierContext
 from kvpact.tiers.shared.store import StoreError, StoreUsage
 from kvpact.tiers.urls import parse_tier_url
 from kvpact.wire import LentSegment, StepMessage, WorkerHandshake
@@ -213,13 +214,10 @@ def test_h108_whatever_opening_a_tier_raises_costs_that_tier(
         raise error
 
     place = TierContext(Namespace({"model": "tiny"}), 8192)
-    url = parse_tier_url(f"disk://{tmp_path}?capacity=1MiB")
     monkeypatch.setattr("kvpact.tiers.disk.tier.open_disk", broken)
-    with pytest.raises(TierError, match=type(error).__name__):
-        open_tier(url, place)
-    monkeypatch.setattr("kvpact.tiers.disk.tier.open_disk", lambda url, place: object())
-    with pytest.raises(TierError, match=r"makes a object; a kvpact\.tiers\.base\.Tier is needed"):
-        open_tier(url, place)
+    with closing(open_tiers([parse_tier_url(f"disk://{tmp_path}?capacity=1MiB")], place, 10.0)[0]) as tier:
+        assert tier.there is None
+        assert type(error).__name__ in tier.reason
 
 
 def test_h108_a_thread_that_ends_by_an_error_says_so_once_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
