@@ -65,22 +65,22 @@ class StatsCollector:
     def __init__(self, observe: Callable[[], Snapshot], clock: Callable[[], float] = time.monotonic) -> None:
         self._observe = observe
         self._clock = clock
-        self._next = 0.0
+        self.due_at = 0.0  # when `collect` next has something to do, on `clock`
         self._shot: Snapshot | None = None
         self._last: Mapping[str, float] = {}
 
     @property
     def can_wait(self) -> bool:
         """Whether a step without time may leave the next `collect` to a later step."""
-        return self._clock() < self._next + PATIENCE_SECONDS
+        return self._clock() < self.due_at + PATIENCE_SECONDS
 
     def collect(self) -> PactStats | None:
         """The difference from the last snapshot to the one that the call before this took; None at every other call."""
         now = self._clock()
         if self._shot is None:
-            self._shot = self._observe() if now >= self._next else None
+            self._shot = self._observe() if now >= self.due_at else None
             return None
-        self._next = now + INTERVAL_SECONDS
+        self.due_at = now + INTERVAL_SECONDS
         shot, self._shot = self._shot, None
         steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
         totals = {name: value for name, value in shot.items() if not name.startswith(STEP_SECONDS)}
