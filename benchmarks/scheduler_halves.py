@@ -227,6 +227,13 @@ class SchedulerHalf:
         self._counting = False
         return self._calls
 
+    def calls_of(self, prompts: Mapping[str, list[int]]) -> int:
+        """As `serve`; returns how many functions of Python the hooks call until every report is in."""
+        self._counting, self._calls = True, 0
+        self.serve(prompts)
+        self._counting = False
+        return self._calls
+
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
         self._calls += event == "call"
 

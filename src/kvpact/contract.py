@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey, RequestIdentity
-from kvpact.ranges import BlockRange, RangeSet, hull
+from kvpact.ranges import NO_RANGES, BlockRange, RangeSet, hull
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +263,8 @@ class StepWork:
 class JobOutcome:
     """One rank's report on a job so far: blocks copied and blocks that failed, in the request's numbering."""
 
-    done: RangeSet = field(default_factory=RangeSet)
-    failed: RangeSet = field(default_factory=RangeSet)
+    done: RangeSet = NO_RANGES
+    failed: RangeSet = NO_RANGES
 
     def merge(self, later: JobOutcome) -> JobOutcome:
         """Both pieces together. A repeated piece changes nothing; a block that failed once stays failed."""
@@ -299,6 +299,9 @@ class WorkerReport:
         return WorkerReport(merged, tuple(dict.fromkeys(self.reads + other.reads)))
 
 
+_SILENT = JobOutcome()
+
+
 class JobTally:
     """One job's outcomes gathered over ranks until every rank has reported every block (P10)."""
 
@@ -311,20 +314,18 @@ class JobTally:
 
     def add(self, rank: int, outcome: JobOutcome) -> None:
         """Take in one rank's piece, in any order, any number of times. Blocks outside the job are ignored."""
-        known = self._outcomes.get(rank, JobOutcome())
-        piece = JobOutcome(outcome.done.intersection(self._blocks), outcome.failed.intersection(self._blocks))
-        self._outcomes[rank] = known.merge(piece)
+        piece = JobOutcome(self._blocks.intersection(outcome.done), self._blocks.intersection(outcome.failed))
+        self._outcomes[rank] = self._outcomes.get(rank, _SILENT).merge(piece)
 
     @property
     def complete(self) -> bool:
         """Whether all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
-        return len(self._outcomes) == self._ranks and all(
-            len(outcome.done) + len(outcome.failed) == len(self._blocks) for outcome in self._outcomes.values()
-        )
+        reported, wanted = self._outcomes.values(), len(self._blocks)
+        return len(reported) == self._ranks and {len(each.done) + len(each.failed) for each in reported} <= {wanted}
 
     def loaded(self) -> JobOutcome:
         """For a load: the failed blocks are the hull over ranks, the others arrived."""
-        failed = hull(outcome.failed for outcome in self._outcomes.values())
+        failed = hull([outcome.failed for outcome in self._outcomes.values()])
         return JobOutcome(self._blocks.difference(failed), failed)
 
     def saved(self) -> JobOutcome:

@@ -208,7 +208,7 @@ class Metrics:
 
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
         """Count `amount` more. A negative amount is refused (see `check`); an unknown series is a PactViolation."""
-        key = self._key("counter", name, label)
+        key = _KEYS["counter"].get((name, label)) or self._key("counter", name, label)
         with self._lock:
             if amount >= 0:
                 self._values[key] += amount

@@ -66,14 +66,16 @@ class RangeSet:
 
     def intersection(self, other: RangeSet) -> RangeSet:
         """Blocks in both sets; how saves combine over ranks (P10)."""
-        if self == other:  # as nearly always: all ranks have copied the whole job
+        if self.ranges == other.ranges:  # as nearly always: all ranks have copied the whole job
             return self
         return self.difference(self.difference(other))
 
     def difference(self, other: RangeSet) -> RangeSet:
         """Blocks in this set and not in `other`."""
-        if not other.ranges:
+        if not other.ranges or not self.ranges:
             return self
+        if self.ranges == other.ranges:
+            return NO_RANGES
         kept: list[BlockRange] = []
         for item in self.ranges:
             start = item.start
@@ -96,8 +98,8 @@ class RangeSet:
     def prefix_from(self, start: int) -> int:
         """How many blocks in a row are in the set from `start` on."""
         for item in self.ranges:
-            if item.start <= start < item.end:
-                return item.end - start
+            if 0 <= start - item.start < item.count:
+                return item.start + item.count - start
         return 0
 
     def blocks(self) -> Iterator[int]:
@@ -106,13 +108,16 @@ class RangeSet:
             yield from item
 
     def __contains__(self, block: int) -> bool:
-        return any(item.start <= block < item.end for item in self.ranges)
+        return self.prefix_from(block) > 0
 
     def __len__(self) -> int:
-        return sum(item.count for item in self.ranges)
+        return sum([item.count for item in self.ranges])
+
+
+NO_RANGES = RangeSet()
 
 
 def hull(ranges: Iterable[RangeSet]) -> RangeSet:
     """The hull over several ranks' failed sets, as a set."""
-    whole = RangeSet.of(*(item for ranges_of_rank in ranges for item in ranges_of_rank.ranges)).hull()
-    return RangeSet.of(whole) if whole else RangeSet()
+    whole = RangeSet.of(*[item for ranges_of_rank in ranges for item in ranges_of_rank.ranges]).hull()
+    return RangeSet.of(whole) if whole else NO_RANGES

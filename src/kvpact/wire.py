@@ -105,7 +105,7 @@ class LentSegment:
 
 def encode(message: StepMessage | WorkerHandshake | WorkerReport | LentSegment) -> bytes:
     """The message as bytes."""
-    return _NOTHING_TO_DO if message == _NO_WORK else _encode(message)
+    return _HEADER + msgspec.msgpack.encode(message)
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
@@ -127,10 +127,6 @@ def decode(payload: bytes, kind: type[Message]) -> Message:
     return message
 
 
-def _encode(message: object) -> bytes:
-    return _HEADER + msgspec.msgpack.encode(message)
-
-
 _HEADER = f"kvpact {__version__}, messages {VERSION}\n".encode()
 _KINDS: dict[type, tuple[str, msgspec.msgpack.Decoder[Any]]] = {
     StepMessage: ("a step of the scheduler", msgspec.msgpack.Decoder(StepMessage)),
@@ -138,8 +134,6 @@ _KINDS: dict[type, tuple[str, msgspec.msgpack.Decoder[Any]]] = {
     WorkerReport: ("a worker's report", msgspec.msgpack.Decoder(WorkerReport)),
     LentSegment: ("the first rank's memory", msgspec.msgpack.Decoder(LentSegment)),
 }
-# Most steps order nothing, and most reports of a single rank are empty: each costs the scheduler one comparison.
-_NO_WORK = StepMessage()
-_NOTHING_TO_DO = _encode(_NO_WORK)
+# Most reports of a single rank are empty: each costs the scheduler one comparison.
 _SILENCE = WorkerReport({0: {}})
-_SILENT = _encode(_SILENCE)
+_SILENT = encode(_SILENCE)

@@ -35,7 +35,7 @@ class Steps:
     def step(self, waiting: list[Waiter], base: float, cost: float) -> list[Turn]:
         """What each was told; a probe that is made costs `cost` seconds, and the step `base` before the first."""
         self.spent = 0.0
-        self.budget.begin_hook()
+        self.budget.hook_began = self.spent
         self.spent = base
         told = []
         for waiter in waiting:
@@ -109,7 +109,7 @@ def test_p11_a_crowd_that_memory_answers_is_spread_over_steps_and_none_starves(
             number += 1
             assert number <= len(costs)
             steps.spent = 0.0
-            steps.budget.begin_hook()
+            steps.budget.hook_began = steps.spent
             told = []
             for waiter, cost in waiting:
                 before = steps.spent

@@ -44,14 +44,16 @@ class Waiter(Protocol):
 class StepBudget:
     """The cost of the running step: after `limit` seconds, what can wait is left to the next step.
 
-    Hooks say when they begin and end. A budget with an infinite limit is never exhausted.
+    Each hook writes `hook_began` and adds to `charged` by itself: a call would cost more than that. A budget with an
+    infinite limit is never exhausted.
     """
 
     def __init__(self, limit: float = STEP_BUDGET_SECONDS) -> None:
         self.limit = limit
-        self._charged = 0.0
+        self.charged = 0.0
         """Seconds of the step's hooks that have ended."""
-        self._hook_began = perf_counter()
+        self.now, self.hook_began = perf_counter, perf_counter()
+        """The clock of hooks, in seconds, and when the running one began."""
         self._probes = 0
         """Probes that this step answered, of requests whose last probe was not."""
         self._put_off = 0
@@ -62,24 +64,15 @@ class StepBudget:
         self._crowd = CROWD_BUDGETS * limit
         """Seconds for probes of this step that memory alone answers."""
 
-    def begin_hook(self) -> float:
-        """A hook begins; returns its start time, for `charge`."""
-        self._hook_began = began = perf_counter()
-        return began
-
-    def charge(self, began: float) -> None:
-        """Add the cost of a hook that began at `began` and ends now."""
-        self._charged += perf_counter() - began
-
     @property
     def spent(self) -> float:
         """Seconds that the step has cost, with the running hook."""
-        return self._charged + perf_counter() - self._hook_began
+        return self.charged + perf_counter() - self.hook_began
 
     @property
     def exhausted(self) -> bool:
         """Whether the step has used its budget: what can wait is left to the next step."""
-        return self.spent > self.limit
+        return self.charged + perf_counter() - self.hook_began > self.limit
 
     def turn_of(self, waiter: Waiter, timeout: float, *, asks_shared: bool = True) -> Turn:
         """What happens to the probe that the engine makes now: the probes of many requests are spread over steps.
@@ -127,7 +120,7 @@ class StepBudget:
         """End the scheduler's step; returns its cost in seconds."""
         self._owes_probe = bool(self._put_off and not self._probes)
         self._probes = self._put_off = 0
-        spent, self._charged = self._charged, 0.0
+        spent, self.charged = self.charged, 0.0
         now = monotonic()
         lasted, self._ended_at = now - self._ended_at, now
         self._crowd = min(max(CROWD_BUDGETS * self.limit, CROWD_SHARE * lasted), MAX_CROWD_BUDGETS * self.limit)

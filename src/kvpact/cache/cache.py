@@ -125,7 +125,8 @@ class PactCache(ExternalCache):
             self._begin_backlog()
 
     def _begin_backlog(self) -> None:
-        if self._is_proven and self._epochs.generation == 1:  # later it also holds other epochs' blocks, not told apart
+        # later than in the first epoch, other epochs' blocks are there too, not told apart
+        if self._is_proven and self.tiers.clients and self._epochs.generation == 1:
             self.writeback.begin_backlog()
 
     @property
@@ -166,7 +167,7 @@ class PactCache(ExternalCache):
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
         record = self.requests.of(request)
-        if self._planner.still_waits(request.request_id, record, num_computed_tokens):
+        if record.waits_at is not None and self._planner.still_waits(request.request_id, record, num_computed_tokens):
             return None
         self.saves.note_probe(request.request_id, record, num_computed_tokens)
         return self._planner.prepare(request, record, num_computed_tokens)
@@ -243,14 +244,16 @@ class PactCache(ExternalCache):
         was_proven, self._is_proven = self._is_proven, self._arena.standing is Standing.PROVEN
         if self._is_proven and not was_proven:
             self._begin_backlog()
-        self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
-        self.writeback.offer_backlog()
-        self.tiers.end_step()
+        if self.tiers.clients:
+            self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
+            self.writeback.offer_backlog()
+            self.tiers.end_step()
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
         self._prefill.note_step(max(0, self._computing), now)
         self.saves.order_put_off(now)
-        self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
+        if self.saves.lazy is not None:
+            self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
         self._exits.expire(now)
@@ -267,14 +270,14 @@ class PactCache(ExternalCache):
         """See `ExternalCache`."""
         self._steps.note_reads(report.reads)
         spared = self._steps.apply_report(report, self._clock())
-        self._computing -= sum(settled.skipped_tokens for settled in spared)
+        self._computing -= sum(settled.skipped_tokens for settled in spared) if spared else 0
         # Loads first: what a request saved after a failed load is not trusted.
         loads, saves = self._jobs.apply_report(report)
         settlements = [settled for load in loads if (settled := self._loads.end(load))]
         settlements += [self._loads.end_late(load) for load in self._overdue.give_up(self._clock())]
         for save in saves:
             self.saves.settle(save)
-        if not self.budget.exhausted:
+        if self.tiers.clients and not self.budget.exhausted:
             self.writeback.offer_some()
         self._steps.end_saves(self._jobs.saves.__contains__)
         return settlements + spared

@@ -48,7 +48,8 @@ class Finder:
     @property
     def asks_shared(self) -> bool:
         """Whether a prepare asks shared tiers."""
-        return self.config.match_at == "schedule" and self.config.prepare_deadline > 0 and self._may_be_shared
+        may_ask = self.tiers.shared and self.config.match_at == "schedule" and self.config.prepare_deadline > 0
+        return bool(may_ask) and self._may_be_shared
 
     @property
     def looks_up_at_step(self) -> bool:
@@ -60,8 +61,8 @@ class Finder:
         """Whether shared tiers may hold blocks of this epoch."""
         return bool(self.tiers.shared) and self.tiers.may_share(self.epochs.current)
 
-    def usable_keys(self, request: EngineRequest, state: RequestState, start: int) -> Sequence[BlockKey] | None:
-        """The keys of the blocks that may be promised from `start` on, as far as some place may hold them.
+    def keys_to(self, request: EngineRequest, state: RequestState, start: int, end: int) -> Sequence[BlockKey] | None:
+        """The keys of the blocks from `start` to `end`, the usable ones, as far as some place may hold them.
 
         Those are not the last token's block (P6), and none that failed before (H09). Keys are made piece by piece, and
         no more once nobody holds the last one. None: the step has used its budget, and the next one makes more; each
@@ -69,7 +70,7 @@ class Finder:
         """
         if state.keys is None:
             return ()
-        names, end = state.keys, self.usable_blocks(request, state)
+        names = state.keys
         piece, made, deadline = max(1, KEY_PIECE_TOKENS // self.groups.block_size), False, self.deadline(state)
         while (known := len(names.keys)) < end and not names.ended:
             if known > start and not self._may_go_on(names.keys):
@@ -91,14 +92,14 @@ class Finder:
         now = self.clock()
         return any(client.held(keys, now) == len(keys) for client in self.tiers.clients if not client.shared)
 
-    def usable_blocks(self, request: EngineRequest, state: RequestState) -> int:
-        """How many blocks of a request may be promised, if they all have keys."""
-        end = self.loadable_blocks(request)
-        return end if state.invalid_from is None else min(end, state.invalid_from)
-
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Whole blocks before the request's last token."""
         return (len(request.token_ids) - 1) // self.groups.block_size
+
+    @staticmethod
+    def usable_blocks(loadable: int, state: RequestState) -> int:
+        """How many of a request's loadable blocks may be promised, if they all have keys."""
+        return loadable if state.invalid_from is None else min(loadable, state.invalid_from)
 
     def deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers while nothing is read for it."""
@@ -141,7 +142,7 @@ class Finder:
         """Keys up to the end of `blocks` that workers may look for in shared tiers; none if fewer than a match."""
         if not self.looks_up_at_step or not request.may_load or state.keys is None:
             return ()
-        end = min(blocks.end, self.usable_blocks(request, state))
+        end = min(blocks.end, self.usable_blocks(self.loadable_blocks(request), state))
         keys: Sequence[BlockKey] = state.keys.extend(request.token_ids, end)[:end]
         keys = keys[: self.tiers.readable_elsewhere(keys)]
         return keys if len(keys) - blocks.start >= self.config.min_match_blocks else ()
@@ -177,7 +178,7 @@ class Finder:
         A step that has used its budget leaves this, or what is left of it, to the first prepare.
         """
         if state.keys is not None and request.may_load and self.asks_shared and not self.budget.exhausted:
-            keys = self.usable_keys(request, state, 0)
+            keys = self.keys_to(request, state, 0, self.usable_blocks(self.loadable_blocks(request), state))
             if keys is not None:
                 self.ask(state, keys, self.find(state, keys, self.clock()))
 

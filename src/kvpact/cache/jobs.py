@@ -17,7 +17,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.identity.tags import Tag
 from kvpact.index.block_index import Pin
-from kvpact.ranges import RangeSet
+from kvpact.ranges import NO_RANGES, RangeSet
 
 Slots = tuple[int, ...]
 
@@ -68,16 +68,13 @@ class LoadState:
     """Whether its deadline has passed: the workers let the engine continue without it."""
     told: bool = False
     """Whether it was settled as late. Later reports of it concern the cache alone."""
+    job: LoadJob = field(init=False)
+    """The first job, by whose id the load is known."""
+    job_ids: list[int] = field(init=False)
+    """The ids of all its jobs."""
 
-    @property
-    def job(self) -> LoadJob:
-        """The first job, by whose id the load is known."""
-        return self.parts[0].job
-
-    @property
-    def job_ids(self) -> list[int]:
-        """The ids of all its jobs."""
-        return [part.job.job_id for part in self.parts]
+    def __post_init__(self) -> None:
+        self.job, self.job_ids = self.parts[0].job, [part.job.job_id for part in self.parts]
 
     @property
     def block_ids(self) -> list[int]:
@@ -92,7 +89,7 @@ class LoadState:
     def outcome(self) -> JobOutcome:
         """What of the match arrived, in its blocks: the others are the hull of what failed on any rank."""
         blocks = RangeSet.of(self.plan.committed_blocks)
-        failed = RangeSet()
+        failed = NO_RANGES
         for part in self.parts:
             lost = part.tally.loaded().failed
             failed = failed.union(lost if part.is_chain or not lost.ranges else blocks)
@@ -341,9 +338,9 @@ class TransferJobs:
             for job_id, outcome in jobs.items():
                 task = self._loads_by_job.get(job_id) or self.saves.get(job_id)
                 if task is not None:
-                    next(part for part in task.parts if part.job.job_id == job_id).tally.add(rank, outcome)
                     reported[task.job.job_id] = task
-        ended = [reported[job_id] for job_id in sorted(reported) if reported[job_id].is_complete]
+                    {part.job.job_id: part for part in task.parts}[job_id].tally.add(rank, outcome)
+        ended = [task for _, task in sorted(reported.items()) if task.is_complete]
         loads = [task for task in ended if isinstance(task, LoadState)]
         return loads, [task for task in ended if isinstance(task, SaveState)]
 

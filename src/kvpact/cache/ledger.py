@@ -20,7 +20,7 @@ from kvpact.cache.totals import Totals
 from kvpact.contract import POSTPONED_STEPS
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason
-from kvpact.ranges import BlockRange, RangeSet
+from kvpact.ranges import NO_RANGES, BlockRange, RangeSet
 
 HISTORY_LENGTH = 256
 """Number of ended plans kept to explain them; older ones are forgotten (H51)."""
@@ -101,7 +101,7 @@ class Plan(Generic[Lease, Slots]):
     leases: list[Lease] = field(default_factory=list)
     reason: EndReason | None = None
     postponed: EndReason | None = None
-    failed: RangeSet = field(default_factory=RangeSet)
+    failed: RangeSet = NO_RANGES
     request_finished: bool = False
 
     @property
@@ -116,9 +116,10 @@ class Plan(Generic[Lease, Slots]):
 
     def committed_tokens_in(self, blocks: RangeSet) -> int:
         """Number of committed tokens in `blocks`, which must be committed ones."""
-        last = self.committed_blocks.end - 1
-        missing_in_last = self.committed_blocks.count * self.block_size - self.committed_tokens
-        return len(blocks) * self.block_size - (missing_in_last if last in blocks else 0)
+        committed = self.committed_blocks
+        missing_in_last = committed.count * self.block_size - self.committed_tokens
+        is_short = missing_in_last and committed.end - 1 in blocks
+        return len(blocks) * self.block_size - (missing_in_last if is_short else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class Ledger(Generic[Lease, Slots]):
         old = self._open.get(request_id)
         if old is not None:
             self._require(old, Event.ABORT)
-        plan = Plan[Lease, Slots](
+        plan: Plan[Lease, Slots] = Plan(
             request_id=request_id,
             blocks=blocks,
             block_size=block_size,
@@ -328,7 +329,7 @@ class Ledger(Generic[Lease, Slots]):
 
     def _count_used(self, plan: Plan[Lease, Slots], positions: BlockRange) -> None:
         """Count these token positions as used; those that were counted before as used again."""
-        before = self._used_positions.get(plan.request_id, RangeSet())
+        before = self._used_positions.get(plan.request_id, NO_RANGES)
         after = before.union(RangeSet.of(positions))
         plan.used_tokens = len(after) - len(before)
         plan.used_again_tokens = positions.count - plan.used_tokens
@@ -357,7 +358,7 @@ class Ledger(Generic[Lease, Slots]):
         skipped. PactViolation if they are more than `blocks` hold.
         """
         tokens = blocks.count * block_size
-        plan = Plan[Lease, Slots](
+        plan: Plan[Lease, Slots] = Plan(
             request_id=request_id,
             blocks=blocks,
             block_size=block_size,
@@ -372,7 +373,7 @@ class Ledger(Generic[Lease, Slots]):
         self._apply(plan, Event.PREPARE_READY)
         self._promise(plan, blocks, tokens)
         self.commit(plan, tokens, now=now)
-        self._end_load(plan, tokens, RangeSet())
+        self._end_load(plan, tokens, NO_RANGES)
         self._count_used(plan, used_positions)
 
     # Postpone and abort
@@ -508,7 +509,8 @@ class Ledger(Generic[Lease, Slots]):
             else:
                 given_back.append(lease)
         self.totals.leases_taken += len(taken)
-        self._give_back(given_back)
+        if given_back:
+            self._give_back(given_back)
 
     def _give_back(self, leases: list[Lease]) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvpact.errors import PactViolation
@@ -95,20 +96,26 @@ Decision = Promise | Stage | Wait | Miss
 
 
 class Case:
-    """The arguments of `decide`, with what the table's rows ask about them."""
+    """The arguments of `decide`, with what the table's rows ask about them: attributes, as a row costs no call then."""
 
     def __init__(self, available: Availability, lookup: Lookup, limits: Limits, now: float) -> None:
         self.available, self.lookup, self.limits = available, lookup, limits
         resident, stored = available.resident, available.stored
-        self.is_reading = lookup.phase is Phase.READING
+        is_reading = lookup.phase is Phase.READING
         self.is_over = now >= lookup.deadline
         self.is_short = resident < lookup.end
         """Whether memory lacks blocks that are wanted."""
         self.tiers_have_more = stored > resident and stored - lookup.start >= limits.min_blocks
         """Whether a tier can supply blocks after the resident ones, and enough for a match."""
         others = not self.is_short or len(available.by_tier) > 1
-        self.reads_more = others and stored > min(resident, lookup.end)
-        """Whether a tier can supply what the read does not bring; after a short read, another tier."""
+        # Whether a tier can supply what the read does not bring; after a short read, another tier.
+        reads_more = others and stored > min(resident, lookup.end)
+        self.read_is_over = is_reading and self.is_over
+        self.read_is_put_off = is_reading and limits.puts_off
+        self.read_goes_on = is_reading and self.is_short and available.arriving
+        self.read_was_all = is_reading and not reads_more
+        self.is_asking = lookup.phase is Phase.ASKING
+        self.tiers_are_slower = self.tiers_have_more and limits.computes_faster
 
     def from_memory(self, reason: MissReason, *, tiers_done: bool = False) -> Promise | Miss:
         """Promise what memory holds, if that is enough for a match."""
@@ -141,55 +148,55 @@ TABLE = (
     Row(
         "blocks are being read; the deadline has passed",
         "Promise, or Miss `deadline`",
-        lambda case: case.is_reading and case.is_over,
+        attrgetter("read_is_over"),
         lambda case: case.from_read(MissReason.DEADLINE, EndReason.DEADLINE),
     ),
     Row(
         "blocks are being read; some arrived in this step, which has cost enough",
         "Wait, for the next step",
-        lambda case: case.is_reading and case.limits.puts_off,
+        attrgetter("read_is_put_off"),
         lambda case: Wait(put_off=True),
     ),
     Row(
         "blocks are being read; the next one is on its way",
         "Wait",
-        lambda case: case.is_reading and case.is_short and case.available.arriving,
+        attrgetter("read_goes_on"),
         lambda case: Wait(),
     ),
     Row(
         "blocks were read; no tier can supply more",
         "Promise, or Miss `not_stored`",
-        lambda case: case.is_reading and not case.reads_more,
+        attrgetter("read_was_all"),
         lambda case: case.from_read(MissReason.NOT_STORED, EndReason.TIER_FAILED),
     ),
     Row(
         "the deadline has passed, or nothing may be waited for",
         "Promise, or Miss `deadline` if a tier has not answered",
-        lambda case: case.is_over,
+        attrgetter("is_over"),
         lambda case: case.from_memory(_asked_in_vain(case), tiers_done=True),
     ),
     Row(
         "a shared tier has not answered",
         "Wait",
-        lambda case: case.lookup.phase is Phase.ASKING,
+        attrgetter("is_asking"),
         lambda case: Wait(),
     ),
     Row(
         "all have answered before the first prepare; this step has cost enough",
         "Wait, for the next step",
-        lambda case: case.limits.puts_off,
+        attrgetter("limits.puts_off"),
         lambda case: Wait(put_off=True),
     ),
     Row(
         "a tier can supply more than memory holds; the engine computes that sooner",
         "Promise, or Miss `recompute_faster`",
-        lambda case: case.tiers_have_more and case.limits.computes_faster,
+        attrgetter("tiers_are_slower"),
         lambda case: case.from_memory(MissReason.RECOMPUTE_FASTER),
     ),
     Row(
         "a tier can supply more than memory holds",
         "Stage; without room Promise, or Miss `no_room`",
-        lambda case: case.tiers_have_more,
+        attrgetter("tiers_have_more"),
         lambda case: Stage(case.available.stored, case.from_memory(MissReason.NO_ROOM)),
     ),
     Row(

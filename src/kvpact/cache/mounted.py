@@ -136,7 +136,7 @@ class MountedCache:
         if self._arena.standing is Standing.REFUTED:
             self._give_up_for_good()
             return False
-        for adapter in self._adapters.look():
+        for adapter in self._adapters.look() if self._adapters.uses else ():
             self.cache.distrust_adapter(adapter)
         return self.weights.look()
 

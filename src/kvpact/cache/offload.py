@@ -142,7 +142,7 @@ class Offloader:
         if state.sound < named:
             sound = state.sound = self._sound_rows(state, named, tables)
         chain = tables[groups.chain] if groups.chain is not None else ()
-        hanging = self._hanging(request, state, range(first, full), tables)
+        hanging = self._hanging(request, state, range(first, full), tables) if groups.sides else []
         if lazy is not None:
             lazy.invalidate_blocks(chain[max(first, sound) : full])
             lazy.confirm(name, tables)

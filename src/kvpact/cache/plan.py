@@ -103,14 +103,15 @@ class Planner:
         state.waits_at, state.put_off = None, False
         self.load_budget.release(request.request_id)
         start = computed_tokens // self.groups.block_size
-        if self._engine_has_all(request, start):
+        if 0 < self.finder.loadable_blocks(request) <= start:
             self._spare(request.request_id, state, start)
         else:
             self._miss(request.request_id, state, start, Miss(MissReason.DEADLINE))
 
     def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
         name, start = request.request_id, computed_tokens // self.groups.block_size
-        if self._engine_has_all(request, start):
+        loadable = self.finder.loadable_blocks(request)
+        if 0 < loadable <= start:
             return self._spare(name, state, start)
         refused = self._why_not(request, state, computed_tokens)
         if refused is not None:
@@ -123,12 +124,12 @@ class Planner:
             plan = None  # its slots are kept, but what was dropped since is not to be promised anew
         if plan is not None:
             self.ledger.renew(plan, now)
-        usable = self.finder.usable_blocks(request, state)
+        usable = self.finder.usable_blocks(loadable, state)
         if plan is not None and (plan.blocks.start != start or plan.blocks.end > usable):
             plan = None
         if plan is not None and plan.state is State.PLANNED:
             return self._match(plan)
-        keys = self.finder.usable_keys(request, state, start)
+        keys = self.finder.keys_to(request, state, start, usable)
         if keys is None:
             state.put_off = True
             self.begin_waiting(state)
@@ -136,10 +137,6 @@ class Planner:
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
         return self._look_up(_Probe(name, state, keys, start, plan, now))
-
-    def _engine_has_all(self, request: EngineRequest, start: int) -> bool:
-        """Whether the request has whole blocks that could be loaded, and the engine has computed all of them."""
-        return 0 < self.finder.loadable_blocks(request) <= start
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
         """Why nothing is looked up for a request; None if it is."""

@@ -253,7 +253,7 @@ class Prefetcher:
 
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether `key` is being read from a tier."""
-        return key in self.index and self.index.slot(key) in self._filling
+        return bool(self._filling) and key in self.index and self.index.slot(key) in self._filling
 
     def check(self) -> None:
         """Verify that reads under way have their slots; raises PactViolation."""

@@ -79,7 +79,7 @@ class StepLookups:
         What failed on a rank is not looked up for the request again.
         """
         settled: list[LoadSettlement] = []
-        for rank, outcomes in report.ranks.items():
+        for rank, outcomes in report.ranks.items() if self._open else ():
             for job_id, outcome in outcomes.items():
                 task = self._open.get(load_id(job_id))
                 if task is None:

@@ -124,6 +124,7 @@ class TierSet:
     timeout: float
     share_drawn_epochs: bool = False
     clients: list[TierClient] = field(default_factory=list, init=False)
+    shared: list[TierClient] = field(default_factory=list, init=False)  # they must be asked what they hold
     contents: dict[TierClient, TierContents] = field(default_factory=dict, init=False)
     completions: int = field(default=0, init=False)
     """Operations that were taken in so far: while it is equal, nothing new was found or has arrived."""
@@ -150,12 +151,9 @@ class TierSet:
                 max_deleted_keys=2 * self.most_known,
             )
             self.clients.append(client)
+            if client.shared:
+                self.shared.append(client)
             self.contents[client] = TierContents(self.most_known)
-
-    @property
-    def shared(self) -> list[TierClient]:
-        """The shared tiers: they must be asked what they hold."""
-        return [client for client in self.clients if client.shared]
 
     def may_share(self, epoch: Epoch) -> bool:
         """Whether shared tiers may hold blocks of this epoch: of a drawn one only if that is configured."""

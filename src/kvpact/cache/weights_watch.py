@@ -27,17 +27,14 @@ class WeightsWatch:
         self._reader = NoticeReader(pages)
         self._cache = cache
         self._notices: tuple[Notice, ...] = self._reader.look() or ()
+        self.changes: tuple[int, ...] = tuple(notice.changes for notice in self._notices)
+        """How often the weights of each rank have changed, as of the last look."""
         self._may_serve = True
         self._before_sleep: tuple[Notice, ...] | None = None
         """The ranks' notices at the engine's last reset, until the engine takes another step."""
         self._words: tuple[int, ...] = tuple(notice.words for notice in self._notices)
         """How often each rank had been given a version when the cache was given the last one."""
         self._refused: set[str] = set()
-
-    @property
-    def changes(self) -> tuple[int, ...]:
-        """How often the weights of each rank have changed, as of the last look."""
-        return tuple(notice.changes for notice in self._notices)
 
     def look(self) -> bool:
         """Take in the ranks' notices; returns whether the cache may be asked."""
@@ -64,6 +61,7 @@ class WeightsWatch:
 
     def _take(self, notices: tuple[Notice, ...]) -> None:
         before, self._notices = self._notices, notices
+        self.changes = tuple(notice.changes for notice in notices)
         if any(now.changes != then.changes for now, then in zip(notices, before, strict=True)):
             self._reset()
         word, words = notices[0].word, tuple(notice.words for notice in notices)

@@ -89,7 +89,8 @@ class AdapterDigests:
         self._began_ns = time.time_ns()
         self._most = most
         self._thread = DigestThread("kvpact-adapter")
-        self._uses: OrderedDict[int, AdapterUse] = OrderedDict()
+        self.uses: OrderedDict[int, AdapterUse] = OrderedDict()
+        # By id. While it is empty, `look` has nothing to tell.
         self._seen: OrderedDict[str, AdapterSeen] = OrderedDict()
         """By path; used by the thread only."""
         self._loaded: LoadedAdapters | None = None
@@ -98,7 +99,7 @@ class AdapterDigests:
         """Increases when earlier answers about an adapter may be void, and when new answers are possible."""
 
     def __len__(self) -> int:
-        return max(len(self._uses), len(self._seen))
+        return max(len(self.uses), len(self._seen))
 
     def bind(self, loaded: LoadedAdapters | None) -> None:
         """Set the ranks' reports of what they have loaded; None once the ranks have ended, and all that was cached with
@@ -107,16 +108,16 @@ class AdapterDigests:
             self._loaded.close()
         self._loaded = loaded
         self.revision += 1
-        for use in self._uses.values():
+        for use in self.uses.values():
             use.found = None
             use.counted.clear()
         self._withdrawn.clear()
 
     def look(self) -> set[str]:
         """Read the ranks' reports; returns those of the `counted` names that may stand for other content by now."""
-        if self._uses and self._loaded is not None and self._loaded.look():
+        if self.uses and self._loaded is not None and self._loaded.look():
             self.revision += 1
-            for use in self._uses.values():
+            for use in self.uses.values():
                 if use.found is not None and not self._holds(use.number, use.found):
                     self._withdraw(use)
         withdrawn, self._withdrawn = self._withdrawn, set()
@@ -128,10 +129,10 @@ class AdapterDigests:
         vLLM uses only the id, `number`, once the adapter is loaded. An id that came with another path before may stand
         for either, so neither path's requests are cached as long as the id is remembered.
         """
-        use = self._uses.setdefault(number, AdapterUse(number, path))
-        self._uses.move_to_end(number)
-        if len(self._uses) > self._most:
-            self._withdraw(self._uses.popitem(last=False)[1])  # its reloads would not be noticed
+        use = self.uses.setdefault(number, AdapterUse(number, path))
+        self.uses.move_to_end(number)
+        if len(self.uses) > self._most:
+            self._withdraw(self.uses.popitem(last=False)[1])  # its reloads would not be noticed
         if use.path != path and not use.is_disputed:
             use.is_disputed = True
             self.revision += 1
@@ -141,7 +142,7 @@ class AdapterDigests:
 
     def counts(self, use: AdapterUse, found: AdapterFound) -> bool:
         """Whether a request with this id computes with what was found, according to the last `look`."""
-        if use.is_disputed or self._uses.get(use.number) is not use or not self._holds(use.number, found):
+        if use.is_disputed or self.uses.get(use.number) is not use or not self._holds(use.number, found):
             return False
         if use.found is not None and use.found.stamp != found.stamp:
             self._withdraw(use)

@@ -105,9 +105,10 @@ class NoticeReader:
 
     def look(self) -> tuple[Notice, ...] | None:
         """What all ranks report, if any of them has written since the last call; always at the first call."""
-        if [head[SAID] for head in self._heads] == self._seen:
-            return None
-        return tuple(self._read(rank) for rank in range(len(self._heads)))
+        for head, seen in zip(self._heads, self._seen, strict=True):
+            if head[SAID] != seen:
+                return tuple(self._read(rank) for rank in range(len(self._heads)))
+        return None
 
     def close(self) -> None:
         """Release the pages."""

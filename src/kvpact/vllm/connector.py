@@ -260,7 +260,8 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
             metadata = self.scheduler_side.end_broken_step()
             self._abandon_step()
         self.guard.end_step()
-        self._wake_tiers()
+        if (mounted := self.scheduler_side.mounted) is not None and mounted.queues:
+            self._wake_tiers()
         return metadata
 
     @guarded(lambda: None)

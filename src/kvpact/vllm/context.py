@@ -7,7 +7,7 @@ For any connector, not only kvpact's: see `scheduler_context`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -160,9 +160,10 @@ class VllmContext:
         return block_ids
 
     def _require_alive(self, request_id: str, has_blocks: bool) -> None:
+        if has_blocks and not isinstance(self.tables, StepBlockTables):  # which hear of its end too late
+            return
         request = self._requests.get(request_id)
-        over = request is None or request.is_finished()
-        if over and (not has_blocks or isinstance(self.tables, StepBlockTables)):  # which hear of its end too late
+        if request is None or request.is_finished():
             raise no_such_request(request_id)
 
     def waiting_requests(self) -> Sequence[str]:
@@ -184,9 +185,8 @@ class VllmContext:
     def _blocks(self, block_ids: Sequence[int]) -> list[Any]:
         """vLLM's blocks; PactViolation, and nothing else happens, if one does not exist."""
         blocks = self._pool.blocks
-        if len(block_ids) and min(block_ids) >= 0:
-            with suppress(IndexError):
-                return [*map(blocks.__getitem__, block_ids)]
+        if len(block_ids) and min(block_ids) >= 0 and max(block_ids) < len(blocks):
+            return [*map(blocks.__getitem__, block_ids)]
         return [self._block(block_id) for block_id in block_ids]
 
     def _view(self, block: Any) -> KVCacheBlockView:

@@ -65,7 +65,8 @@ def guarded(
     ) -> Callable[Concatenate[Owner, Arguments], Answer]:
         @wraps(method)
         def hook(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-            began = self.guard.budget.begin_hook()
+            budget = self.guard.budget
+            began = budget.hook_began = budget.now()
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
@@ -74,7 +75,7 @@ def guarded(
                 return answer
             finally:
                 if in_step:
-                    self.guard.budget.charge(began)
+                    budget.charged += budget.now() - began
 
         return hook
 

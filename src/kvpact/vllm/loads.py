@@ -114,7 +114,7 @@ class CommittedLoads:
     def run(self, request_ids: KeysView[str]) -> tuple[AdapterUsed, ...]:
         """The adapters that must be in use for those of these requests that now run with loaded blocks for the first
         time."""
-        return tuple(self._adapters.pop(request_id) for request_id in self._adapters.keys() & request_ids)
+        return tuple(map(self._adapters.pop, self._adapters.keys() & request_ids))
 
     def end_step(self) -> None:
         """The workers have got the step's message; the next step begins empty."""

@@ -5,6 +5,7 @@ Owns no state. Both forms go to the same methods of `SchedulerSide`; a request's
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
@@ -21,7 +22,7 @@ class MatchHooks:
     guard: Guard
     _scheduler: SchedulerSide | None
 
-    @property
+    @cached_property
     def scheduler_side(self) -> SchedulerSide:
         """The half in the scheduler's process. Raises ConfigError on a worker's half."""
         if self._scheduler is None:

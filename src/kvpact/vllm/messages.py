@@ -38,6 +38,10 @@ class PactMetadata(_Envelope[StepMessage], KVConnectorMetadata):
     kind = StepMessage
 
 
+# The messages of steps that order nothing, as most: without a forward pass, and with one. Nobody changes them.
+NOTHING_TO_DO = tuple(PactMetadata.of(StepMessage(computes=computes)) for computes in (False, True))
+
+
 class PactHandshake(_Envelope[WorkerHandshake], KVConnectorHandshakeMetadata):
     """Worker to scheduler, once."""
 

@@ -83,6 +83,7 @@ class VllmRequest:
 
     request: Any
     _identities: RequestIdentities
+    request_id: str = field(init=False)  # see `EngineRequest`
     answer: OfferedMatch | None = None
     """The match that the engine may commit."""
     load_broken: bool = False
@@ -94,18 +95,16 @@ class VllmRequest:
     _identity: RequestIdentity | None = None
     _is_open: bool = True
     """Whether a digest on which the identity depends is still under way."""
-    _read_at: tuple[int, int] = (-1, -1)
-    """The number of media items, and the revision of what is known, when the identity was read."""
+    _read_at: tuple[int, int, int] = (-1, -1, -1)
+    """The number of media items, and both parts of the revision of what is known, when the identity was read."""
     _known_end: int | None = None
     """Tokens before the first new media item that is not in `_identity`."""
     _adapter: tuple[AdapterUse, Pending[AdapterFound]] | None = None
     _media: list[MediaContent | None] = field(default_factory=list)
     _embeddings: Pending[dict[int, bytes]] | None = None
 
-    @property
-    def request_id(self) -> str:
-        """See `EngineRequest`."""
-        return str(self.request.request_id)
+    def __post_init__(self) -> None:
+        self.request_id = str(self.request.request_id)
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -124,16 +123,19 @@ class VllmRequest:
         become None again: when one of its names turns out to stand for two contents, or for other weights than were
         read.
         """
-        if self._is_open or self._read_at != (len(self.request.mm_features), self._identities.revision):
+        known = self._identities
+        at = len(self.request.mm_features), known.adapters.revision, known.media.disputes
+        if self._is_open or self._read_at != at:
             self._renew()
         return self._identity
 
     def _renew(self) -> None:
-        self._read_at = (len(self.request.mm_features), self._identities.revision)
+        known = self._identities
+        self._read_at = len(self.request.mm_features), known.adapters.revision, known.media.disputes
         self._known_end = None
         identity = self._read()
-        if identity is None and (known := self._identity) is not None and self._has_grown(known):
-            later = self.request.mm_features[len(known.media) :]
+        if identity is None and (before := self._identity) is not None and self._has_grown(before):
+            later = self.request.mm_features[len(before.media) :]
             self._known_end = min(feature.mm_position.offset for feature in later)
         elif identity != self._identity:
             self._identity = identity
@@ -198,7 +200,7 @@ class VllmRequest:
         request, identities = self.request, self._identities
         # The workers know a request by its id.
         for name, text in (("cache_salt", request.cache_salt), ("request_id", request.request_id)):
-            if not _is_unicode(text or ""):
+            if text and not (text.isascii() or _is_unicode(text)):
                 identities.refuse(f"whose {name} is no Unicode text")
                 return False
         if request.mm_features and identities.media_come_from_elsewhere:
@@ -234,6 +236,8 @@ class VllmRequest:
         return self._adapter[0].number, found.stamp
 
     def _read_media(self) -> tuple[MediaSpan, ...] | None:
+        if not self.request.mm_features and not self._media:
+            return ()
         spans = self._known_media()
         return tuple(spans) if len(spans) == len(self.request.mm_features) else None
 
@@ -271,6 +275,6 @@ class VllmRequest:
 def _is_unicode(text: str) -> bool:
     """Whether a string can be encoded: it has no lone surrogate."""
     try:
-        return text.isascii() or bool(text.encode())
+        return bool(text.encode())
     except UnicodeEncodeError:
         return False

@@ -31,7 +31,7 @@ from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import HitCredit
 from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
-from kvpact.vllm.messages import PactMetadata
+from kvpact.vllm.messages import NOTHING_TO_DO, PactMetadata
 from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities, VllmRequest
 from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
@@ -39,6 +39,7 @@ from kvpact.vllm.worker_identity import facts_of_slots
 from kvpact.wire import StepMessage, WorkerHandshake
 
 NO_MATCH: Final = ExternalKVMatch(0)
+_NO_WORK: Final = StepMessage().work
 
 CUT_SHORT: Final = ("FINISHED_ABORTED", "FINISHED_ERROR")
 """vLLM's states of a request that others end: it may be loading, or in no step."""
@@ -51,7 +52,7 @@ class SchedulerSide:
         self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard, groups: EngineGroups
     ) -> None:
         self._config = fit_to_groups(config, groups)
-        self._groups = groups
+        self._groups, self._several = groups, groups.several
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics, self._budget = metrics, guard.budget
@@ -68,7 +69,7 @@ class SchedulerSide:
         self.credit = HitCredit()
         self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
         self._late = LateLoads()
-        self._unsettled = WorkerReport({})
+        self._unsettled: WorkerReport | None = None  # what an exception left over from the last steps' reports
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
         self._stats: StatsCollector | None = None
         self.speaks_the_pact = False
@@ -158,9 +159,9 @@ class SchedulerSide:
         if mounted is None or not mounted.may_serve():
             return NO_MATCH
         cache = mounted.cache
-        if cache.still_waits(view.request_id, num_computed_tokens):
-            return None
         has_waited = view.waits_until is not None
+        if has_waited and cache.still_waits(view.request_id, num_computed_tokens):
+            return None
         match = self._ask(mounted, view, num_computed_tokens)
         if match is None and not has_waited:
             view.waits_until = view.waits_until or time.monotonic() + self._config.prepare_deadline
@@ -186,7 +187,7 @@ class SchedulerSide:
         view.was_answered = match is not None
         if match is None:
             return None
-        if self._groups.several and match.num_tokens and not match.load_kv_async:
+        if self._several and match.num_tokens and not match.load_kv_async:
             cache.abort_external_match(view.request_id, match, "synchronous")
             raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no word of their blocks")
         if match.num_tokens and not mounted.copies_are_proven:
@@ -214,7 +215,6 @@ class SchedulerSide:
     def _commit(
         self, request: Any, blocks: Any, num_tokens: int, nothing_comes: Callable[[CommittedLoad], None]
     ) -> int:
-        tables = blocks.get_block_ids()
         if self.context is not None:
             self.context.update_state_after_alloc(request, blocks)
         view, mounted = self._view(request), self.mounted
@@ -223,7 +223,7 @@ class SchedulerSide:
             view.waits_until = None
         if answer is None or mounted is None:
             return 0
-        epochs, accepted = mounted.weights.epochs, 0
+        epochs, accepted, tables = mounted.weights.epochs, 0, blocks.get_block_ids()
         load = self.loads.admit(view, answer, num_tokens, tables, epochs) if num_tokens else None
         try:
             if not mounted.may_serve():
@@ -268,17 +268,18 @@ class SchedulerSide:
         if mounted.step_lookup is not None:
             self._look_up(scheduler_output, mounted.step_lookup)
         work = mounted.cache.end_step()
+        adapters, computes = self.loads.run(scheduled.keys()), bool(scheduled)
+        if work == _NO_WORK and not (adapters or self.loads.broken):
+            self.loads.end_step()
+            return NOTHING_TO_DO[computes]
         self.loads.begin_jobs(work.loads)
         changes = (self.loads.ordered_at or mounted.weights.changes) if work.loads or work.saves else ()
         store = mounted.store if work.lookups else None
-        adapters = self.loads.run(scheduled.keys())
         spoilt = {}
         if work.overdue and self.context is not None:
             spoilt = self._late.name(self.loads.jobs_of(work.overdue), self.context, self._block_ids_or_none)
         broken = tuple(self.loads.broken)
-        metadata = PactMetadata.of(
-            StepMessage(work, broken, store, adapters, changes, spoilt, computes=bool(scheduled))
-        )
+        metadata = PactMetadata.of(StepMessage(work, broken, store, adapters, changes, spoilt, computes=computes))
         self.loads.end_step()
         return metadata
 
@@ -304,7 +305,7 @@ class SchedulerSide:
                 context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
         if not computed:
             return
-        with context.saving(scheduler_output, computed) if context is not None else nullcontext():
+        with context.saving(scheduler_output, computed) if context is not None and self._several else nullcontext():
             for request_id, num_tokens in computed.items():
                 cache.note_computed(self._requests[request_id], num_tokens, partial(self._chain_of, request_id))
 
@@ -359,12 +360,13 @@ class SchedulerSide:
         """
         mounted = self.mounted
         overdue = mounted is not None and mounted.cache.has_overdue_loads
-        says_something = report.says_something or self._unsettled.says_something
-        if not (says_something or invalid_block_ids or failed_requests or overdue):
+        if self._unsettled is not None:
+            report = self._unsettled.aggregate(report)
+        if not (report.says_something or invalid_block_ids or failed_requests or overdue):
             return
+        self._unsettled = report
         for request_id in failed_requests:
             self.loads.lost(request_id)
-        self._unsettled = self._unsettled.aggregate(report)  # with what an exception left over from the last step
         if invalid_block_ids:
             spoilt, self.spoilt = self.loads.spoilt_by(invalid_block_ids | self.spoilt), set()
             if self.context is not None:
@@ -376,8 +378,8 @@ class SchedulerSide:
         if doubtful and self.context is not None:
             tables = {name: self._block_ids_or_none(name) for name in self._requests}
             mounted.cache.distrust_blocks(doubtful, tables)
-        settlements = mounted.cache.apply_report(self._unsettled)
-        self._unsettled = WorkerReport({})
+        settlements = mounted.cache.apply_report(report)
+        self._unsettled = None
         for settlement in settlements:
             if not settlement.skipped_tokens:  # what a step skipped the engine's scheduler class counts
                 alive = settlement.request_id in self._requests
@@ -415,9 +417,13 @@ class SchedulerSide:
 
     def collect_stats(self) -> PactStats | None:
         """`get_kv_connector_stats`: the counts since the last call, for vLLM's own metrics."""
-        if self._stats is None or (self._budget.exhausted and self._stats.can_wait):
+        stats = self._stats
+        if stats is None:
             return None
-        return self._stats.collect()
+        if not stats.is_due or (self._budget.exhausted and stats.can_wait):
+            stats.is_behind = True
+            return None
+        return stats.collect()
 
     def reset(self) -> None:
         """`reset_cache`: the weights may have changed."""

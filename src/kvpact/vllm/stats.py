@@ -66,26 +66,31 @@ class StatsCollector:
     def __init__(self, observe: Callable[[], Snapshot], clock: Callable[[], float] = time.monotonic) -> None:
         self._observe = observe
         self._clock = clock
-        self._next = 0.0
+        self.due_at = 0.0  # when `collect` next has something to do, on `clock`
         self._shot: Snapshot | None = None
         self._last: Mapping[str, float] = {}
-        self._is_behind = False
+        self.is_behind = False
         """Whether steps were made since the counts were taken last."""
         self._asked_at: float | None = None
         """Since when a last step is asked for."""
 
     @property
+    def is_due(self) -> bool:
+        """Whether `collect` has something to do; if not, call it later, and note that counts are behind."""
+        return self._asked_at is not None or self._clock() >= self.due_at
+
+    @property
     def wants_step(self) -> bool:
         """Whether an engine with nothing else to do must step once more. Not for longer than such a step takes."""
         now = self._clock()
-        if self._asked_at is None and self._is_behind:
+        if self._asked_at is None and self.is_behind:
             self._asked_at = now
         return self._asked_at is not None and now < self._asked_at + PATIENCE_SECONDS
 
     @property
     def can_wait(self) -> bool:
         """Whether a step without time may leave the next `collect` to a later step."""
-        return self._asked_at is None and self._clock() < self._next + PATIENCE_SECONDS
+        return self._asked_at is None and self._clock() < self.due_at + PATIENCE_SECONDS
 
     def collect(self) -> PactStats | None:
         """The difference from the last snapshot to the one that the call before this took; None at every other call.
@@ -94,11 +99,11 @@ class StatsCollector:
         """
         now = self._clock()
         is_last, self._asked_at = self._asked_at is not None, None
-        self._is_behind = not is_last
+        self.is_behind = not is_last
         if self._shot is None and not is_last:
-            self._shot = self._observe() if now >= self._next else None
+            self._shot = self._observe() if now >= self.due_at else None
             return None
-        self._next = now + INTERVAL_SECONDS
+        self.due_at = now + INTERVAL_SECONDS
         shot, self._shot = self._observe() if is_last or self._shot is None else self._shot, None
         steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
         totals = {name: value for name, value in shot.items() if not name.startswith(STEP_SECONDS)}
