@@ -82,7 +82,7 @@ def test_h24_a_request_with_more_than_tokens_and_a_salt_asks_nobody_by_hash(
 def test_h24_a_session_that_vllm_has_ended_asks_nobody_by_hash() -> None:
     """vLLM says after an error that it cannot be resumed; its queue stays."""
     ended = make([1] * RUN, None, resumable=True)
-    ended.resumable, ended.streaming_queue = False, ()  # type: ignore[assignment]
+    ended.resumable, ended.streaming_queue = False, ()
     with closing(identities("sha256", BLOCK)) as engine:
         assert VllmRequest(ended, engine).identity.known is None  # type: ignore[union-attr]
 
@@ -98,9 +98,12 @@ def test_under_vllms_scheduler_a_prompt_that_came_before_finds_its_keys(
 ) -> None:
     monkeypatch.setattr(keys_module, "RUN_TOKENS", 64)
     kept, keep = list[int](), KnownRuns.keep
-    monkeypatch.setattr(
-        KnownRuns, "keep", lambda known, root, end, *run: (kept.append(end), keep(known, root, end, *run))
-    )
+
+    def noted(known: KnownRuns, root: bytes, end: int, keys: Any, state: Any) -> None:
+        kept.append(end)
+        keep(known, root, end, keys, state)
+
+    monkeypatch.setattr(KnownRuns, "keep", noted)
     engine, prompt = start(), make_prompt(1, 8)
     for times in range(3):
         assert list(engine.generate(prompt).request.output_token_ids) == answer(prompt, 3)
