@@ -17,6 +17,7 @@ from kvpact.cache import late_tiers
 from kvpact.errors import ConfigError
 from kvpact.identity import base_weights, weights
 from kvpact.tiers import awaited
+from kvpact.tiers.registry import open_tier
 from servers.redis_server import free_ports, redis_server
 from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
@@ -149,7 +150,7 @@ def test_h97_neither_a_start_nor_a_step_nor_an_end_waits_for_a_tier_that_hangs(
     start: Callable[..., PlayedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And it is opened on a thread of its own, which closes what comes too late."""
-    go_on, opened, open_tier = threading.Event(), [], awaited.open_tier
+    go_on, opened = threading.Event(), []
 
     def hang(*arguments: Any) -> Any:
         opened.append(threading.current_thread().name)

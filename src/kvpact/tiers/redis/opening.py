@@ -74,9 +74,8 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     if kind == "cluster":
         servers = Cluster(pool, addresses)
     elif kind == "sentinel":
-        names = ("sentinel_user", "sentinel_password", "sentinel_password_file")
-        secrets = [options.get(name, "") for name in names]
-        theirs = Credentials(*secrets, sentinel_tls, ca_file, *certificate, database=0)
+        user, password, file = (options.get(f"sentinel_{name}", "") for name in ("user", "password", "password_file"))
+        theirs = replace(access, user=user, password=password, password_file=file, tls=sentinel_tls, database=0)
         servers = Sentinels(Pool(theirs, most_idle=0), addresses, service)
     else:
         servers = OneServer(addresses[0])
