@@ -16,6 +16,7 @@ from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.harness import Harness, prompt, under_multi_connector
 from kvpact_testkit.vllm.scenarios import Scenario
 from kvpact_testkit.vllm.scenarios_context import CONTEXTS
+from kvpact_testkit.vllm.scenarios_promises import reset_while_requests_run
 
 PACT = "kvpact.vllm:PactConnector"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -174,3 +175,18 @@ def test_another_connectors_handshake_is_a_clear_error() -> None:
     ).connector
     with pytest.raises(ConfigError, match="put PactConnector before the other connectors"):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("connector", [PACT, "kvpact_testkit.vllm.simple_connector:SimpleConnector"])
+def test_h107_a_step_that_computes_during_a_reset_is_no_connectors_fault(connector: str, drafts: int) -> None:
+    """vLLM refuses a reset while a step is in flight, with any connector, and frees that step's blocks after it."""
+    config = CONFIGURATIONS["synchronous"] if connector == PACT else {}
+    harness = Harness(VllmDriver(connector, config, timeout=5.0).subject)
+
+    def situation(harness: Harness) -> None:
+        with harness.engine(overlap=True, draft_tokens=drafts) as engine:
+            reset_while_requests_run(harness, engine)
+
+    harness.judge(situation)
+    assert not harness.violations

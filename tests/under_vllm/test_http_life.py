@@ -47,6 +47,9 @@ SEEN_S = 2.5
 WITHOUT = "this engine was started without"
 """What an engine logs that has not all of kvpact's classes."""
 
+LONG = BLOCK + 2
+"""Tokens of an answer that takes some seconds, and less than vLLM's requests get to end."""
+
 PROMPTS = [prompt(1_300 + number, BLOCKS) for number in range(4)]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
@@ -230,7 +233,7 @@ def test_h105_h115_what_runs_at_sigterm_is_answered_stored_and_counted(
     time.sleep(1.0)
     assert server.metrics()["vllm:kvpact_lookups_total"] == len(PROMPTS)
     long, answers = prompt(1_500, BLOCKS), list[Answer]()
-    asks = threading.Thread(target=lambda: answers.append(server.ask(long, max_tokens=600)))
+    asks = threading.Thread(target=lambda: answers.append(server.ask(long, max_tokens=LONG)))
     asks.start()
     while not server.metrics()["vllm:num_requests_running"]:
         time.sleep(0.05)
@@ -239,7 +242,7 @@ def test_h105_h115_what_runs_at_sigterm_is_answered_stored_and_counted(
     assert [answer.finish_reason for answer in answers] == ["length"]
     counts = json.loads(stats.read_text())
     assert counts["lookups"] == len(PROMPTS) + 1
-    blocks = BLOCKS * len(PROMPTS) + (len(long) + 600 - 1) // BLOCK
+    blocks = BLOCKS * len(PROMPTS) + (len(long) + LONG - 1) // BLOCK
     assert counts[series("written_blocks", "disk")] == blocks
     assert [slab.blocks for slab in scan_directory(house.disk)] == [blocks]
 

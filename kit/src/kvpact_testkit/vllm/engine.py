@@ -184,8 +184,12 @@ class VllmEngine:
     def reset(self, *, running: bool, connector: bool) -> bool:
         """vLLM's `reset_prefix_cache`, as after a change of weights; whether vLLM reports success.
 
-        It refuses while a transfer holds blocks: it returns False or (with `running`) raises an exception.
+        It refuses while a transfer holds blocks: it returns False or (with `running`) raises an exception. With
+        overlapping steps it also does while one computes, whose blocks it frees afterwards: no connector can help that,
+        so such a step ends first.
         """
+        while running and self._in_flight:
+            self._take_output()
         self.journal(f"reset the prefix cache{', running requests too' * running}{', the connector too' * connector}")
         try:
             return bool(self.scheduler.reset_prefix_cache(running, connector))
