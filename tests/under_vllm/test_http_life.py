@@ -320,10 +320,10 @@ def in_small_place(place: Path, command: Sequence[str]) -> list[str]:
     return ["unshare", "-rm", "sh", "-c", mount, str(place), *command]
 
 
-def taken(server: Server) -> tuple[int, int]:
+def taken(server: Server) -> list[int]:
     """Descriptors and threads of all the server's processes."""
     processes = [Path(f"/proc/{pid}") for pid in session_members(server.process.pid)]
-    return tuple(sum(len([*process.joinpath(of).iterdir()]) for process in processes) for of in ("fd", "task"))
+    return [sum(len([*process.joinpath(of).iterdir()]) for process in processes) for of in ("fd", "task")]
 
 
 def crowd(server: Server, during: Callable[[], object]) -> list[Answer]:

@@ -57,8 +57,11 @@ def test_h106_saves_under_way_are_given_up_and_their_slots_stay_taken_until_the_
     played = engine.add(prompt, 12)
     for _ in range(3):
         engine.step()
-    context, cache = engine.connector.scheduler_context, engine.connector.scheduler_side.mounted.own
+    context, mounted = engine.connector.scheduler_context, engine.connector.scheduler_side.mounted
     assert context is not None
+    assert mounted is not None
+    cache = mounted.own
+    assert cache is not None
     assert context.touched_blocks == BLOCKS
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=forget) is True
     assert context.touched_blocks == 0
