@@ -160,7 +160,8 @@ def test_many_neighbours_are_a_range_and_others_a_list() -> None:
     space = PlainSlots(40)
     assert space.take(FEW) == range(FEW)
     assert space.take(FEW - 1) == [*range(FEW, 2 * FEW - 1)], "few of them are a list"
-    space.give_back_each([3, 1, 2])
+    for row in (3, 1, 2):
+        space.give_back(row)
     assert space.take(FEW) == [2, 1, 3, *range(2 * FEW - 1, 3 * FEW - 4)]
 
 
