@@ -16,6 +16,7 @@ from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.harness import Harness, prompt, under_multi_connector
 from kvpact_testkit.vllm.scenarios import Scenario
 from kvpact_testkit.vllm.scenarios_context import CONTEXTS
+from kvpact_testkit.vllm.scenarios_loads import h09_load_that_always_fails
 from kvpact_testkit.vllm.scenarios_promises import reset_while_requests_run
 
 PACT = "kvpact.vllm:PactConnector"
@@ -190,3 +191,17 @@ def test_h107_a_step_that_computes_during_a_reset_is_no_connectors_fault(connect
 
     harness.judge(situation)
     assert not harness.violations
+
+
+@pytest.mark.parametrize("scheduler", ["", "kvpact.vllm.scheduler.pact_scheduler"])
+def test_h09_a_load_that_fails_beside_a_step_in_flight_changes_no_token(scheduler: str) -> None:
+    """vLLM's own scheduler would deliver what the step in flight made of the missing blocks: there no step waits."""
+    harness = Harness(VllmDriver(PACT, CONFIGURATIONS["synchronous"], scheduler=scheduler or None).subject)
+
+    def situation(harness: Harness) -> None:
+        with harness.engine(overlap=True) as engine:
+            h09_load_that_always_fails(harness, engine, 0)
+
+    harness.judge(situation)
+    allowed = {"P2"} if scheduler else set()  # the class lets it read them, and drops what it says
+    assert {violation.broken for violation in harness.violations} <= allowed, harness.violations

@@ -23,7 +23,7 @@ from kvpact.ranges import BlockRange, RangeSet
 from kvpact.vllm.checks import check_settings
 from kvpact.vllm.compat.group_tables import StateBlocks
 from kvpact.vllm.compat.scheduler import StepBlockTables
-from kvpact.vllm.groups import engine_groups, fit_to_groups
+from kvpact.vllm.groups import engine_groups, fit_to_engine
 from kvpact.vllm.identity import engine_namespace
 from kvpact.wire import UnorderedLoad
 from kvpact.worker.jobs import RankJobs
@@ -163,8 +163,9 @@ def test_the_step_hook_is_refused_for_several_groups(tmp_path: Path) -> None:
 
 def test_loads_of_groups_are_such_as_can_fail() -> None:
     config = load_config({}, {})
-    assert fit_to_groups(config, engine_groups(PLAIN, model(FULL))) is config
-    assert fit_to_groups(config, engine_groups(PLAIN, model(FULL, WINDOW))).sync_load_budget == 0
+    engine = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
+    assert fit_to_engine(config, engine_groups(PLAIN, model(FULL)), engine) is config
+    assert fit_to_engine(config, engine_groups(PLAIN, model(FULL, WINDOW)), engine).sync_load_budget == 0
 
 
 # Block tables

@@ -166,10 +166,21 @@ def require_groups(cache: ExternalCache, groups: EngineGroups) -> None:
         )
 
 
-def fit_to_groups(config: KvpactConfig, groups: EngineGroups) -> KvpactConfig:
-    """The settings for an engine with these groups: of several, all loads are asynchronous, because vLLM is told that a
-    request's load failed and not which blocks."""
-    return config.model_copy(update={"sync_load_budget": 0}) if groups.several else config
+def fit_to_engine(config: KvpactConfig, groups: EngineGroups, vllm_config: Any) -> KvpactConfig:
+    """The settings for this engine, in which all loads are asynchronous where no step may wait for one.
+
+    Of several groups vLLM is told that a request's load failed, and not which blocks. Under asynchronous scheduling the
+    next step computes already when a load fails that this step waited for: vLLM's own scheduler drops the failed step's
+    output and delivers the next one's, kvpact's class drops both (P9).
+    """
+    delivers_next = vllm_config.scheduler_config.async_scheduling and not _drops_output(vllm_config)
+    return config.model_copy(update={"sync_load_budget": 0}) if groups.several or delivers_next else config
 
 
-__all__ = ["EngineGroups", "engine_groups", "fit_to_groups", "require_groups"]
+def _drops_output(vllm_config: Any) -> bool:
+    from kvpact.vllm.scheduler import counts_step_hits  # brings vLLM's schedulers, which a worker does without
+
+    return counts_step_hits(vllm_config)
+
+
+__all__ = ["EngineGroups", "engine_groups", "fit_to_engine", "require_groups"]

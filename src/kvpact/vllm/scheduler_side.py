@@ -26,7 +26,7 @@ from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, 
 from kvpact.vllm.compat.configuration import replica_number, runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.context import VllmContext, scheduler_context
-from kvpact.vllm.groups import EngineGroups, fit_to_groups, require_groups
+from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import HitCredit
 from kvpact.vllm.identity import engine_namespace
@@ -51,7 +51,7 @@ class SchedulerSide:
     def __init__(
         self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard, groups: EngineGroups
     ) -> None:
-        self._config = fit_to_groups(config, groups)
+        self._config = fit_to_engine(config, groups, vllm_config)
         self._groups, self._several = groups, groups.several
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
