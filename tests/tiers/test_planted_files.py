@@ -428,7 +428,7 @@ GROUPS = "capacity=1MiB&group=0"
         ([f"disk://{{0}}/a?{GROUPS}", f"dir://{{0}}/b?{GROUPS}", "file://{0}/c?group=0"], True, ["a"]),
         (["redis://127.0.0.1:1"], False, ["127.0.0.1:1"]),
         (["redis://127.0.0.1:1"], True, []),
-        (["dir:///missing/folder?capacity=1MiB&group=0"], False, []),
+        (["dir:///missing/folder?capacity=1MiB&group=0"], False, ["folder"]),
     ],
 )
 def test_h111_what_is_not_protected_is_said_at_start_in_one_line(

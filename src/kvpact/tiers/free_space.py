@@ -22,11 +22,17 @@ SLACK_SHARE: Final = 16
 """Who evicts frees this part of the whole more than needed, so that not every write must evict."""
 
 
+_SAID: Final = set[tuple[Path, int]]()
+"""Places and capacities of which this process has said that they do not fit: a tier may be opened again and again."""
+
+
 def warn_if_scarce(logger: logging.Logger, whose: str, path: Path, capacity_bytes: int, held: Iterable[int]) -> None:
     """Say if the file system of `path` has less room than a capacity, of which bytes `held` are filled already."""
     with suppress(OSError):
         found = os.statvfs(path)
-        if (room := found.f_bavail * found.f_frsize + sum(held)) < capacity_bytes:
+        room = found.f_bavail * found.f_frsize + sum(held)
+        if room < capacity_bytes and (path, capacity_bytes) not in _SAID:
+            _SAID.add((path, capacity_bytes))
             logger.warning(
                 "%s: a capacity of %s is more than the %s that %s has room for; when that is full, what was used least "
                 "recently goes", whose, format_size(capacity_bytes), format_size(room), path,

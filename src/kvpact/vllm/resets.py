@@ -52,8 +52,8 @@ class Resets:
         most `load_deadline` later, and no new one begins until then. Raises RuntimeError, and nothing was preempted, if
         they do not end, or if this engine cannot wait: it is paused, or steps in its caller's process.
         """
-        seconds = self._give_up_saves() if by_force or forget else 0.0
-        if not by_force or not self._loads:
+        seconds = self._give_up_saves() if by_force or forget else None
+        if not by_force or seconds is None or not self._loads:
             return self._do(reset)
         if self.waits or is_paused(self._scheduler) or parent_process() is None:
             raise RuntimeError(REFUSAL)
@@ -88,10 +88,10 @@ class Resets:
         for tracker in self._exits.trackers:
             tracker.pausing = pausing
 
-    def _give_up_saves(self) -> float:
-        """Returns in how many seconds loads end."""
+    def _give_up_saves(self) -> float | None:
+        """Returns in how many seconds loads end; None if no connector says so, for which vLLM's own reset must do."""
         connectors = connectors_of(self._scheduler.connector)
-        return max((each.prepare_reset() for each in connectors if hasattr(each, "prepare_reset")), default=0.0)
+        return max((each.prepare_reset() for each in connectors if hasattr(each, "prepare_reset")), default=None)
 
     @property
     def _loads(self) -> bool:

@@ -53,6 +53,8 @@ class SchedulerSide:
     ) -> None:
         self._config = fit_to_engine(config, groups, vllm_config)
         self._groups, self._several = groups, groups.several
+        self._names_late = bool(vllm_config.scheduler_config.async_scheduling or vllm_config.speculative_config)
+        """Whether a step is planned before all tokens are known that it computes."""
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics, self._budget = metrics, guard.budget
@@ -392,7 +394,13 @@ class SchedulerSide:
         knows which are kept. A state that lies at the block's end is not shown any more.
         """
         view, mounted, context = self._requests.get(request.request_id), self.mounted, self.context
-        if view is None or mounted is None or context is None or self.loads.is_distrusted(view.request_id):
+        if (
+            not self._names_late
+            or view is None
+            or mounted is None
+            or context is None
+            or self.loads.is_distrusted(view.request_id)
+        ):
             return
         if request.status.name not in CUT_SHORT and mounted.may_serve():
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
