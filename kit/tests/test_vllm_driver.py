@@ -196,7 +196,7 @@ def test_h107_a_step_that_computes_during_a_reset_is_no_connectors_fault(connect
 @pytest.mark.parametrize("scheduler", ["", "kvpact.vllm.scheduler.pact_scheduler"])
 def test_h09_a_load_that_fails_beside_a_step_in_flight_changes_no_token(scheduler: str) -> None:
     """vLLM's own scheduler would deliver what the step in flight made of the missing blocks: there no step waits."""
-    harness = Harness(VllmDriver(PACT, CONFIGURATIONS["synchronous"], scheduler=scheduler or None).subject)
+    harness = Harness(VllmDriver(PACT, CONFIGURATIONS["synchronous"], scheduler=scheduler).subject)
 
     def situation(harness: Harness) -> None:
         with harness.engine(overlap=True) as engine:
