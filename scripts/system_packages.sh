@@ -47,7 +47,6 @@ for part in "$@"; do
             ;;
         dev)
             need_command redis-server redis-server
-            need_command faketime faketime # a wall clock that a test sets back
             need_command openssl openssl
             [ "$(id -u)" != 0 ] || need_command ip iproute2 # only root can cut a network
             need_library libibverbs.so.1 libibverbs1

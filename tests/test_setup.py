@@ -15,14 +15,12 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PROGRAMS = {"make", "python3.11", "redis-server", "faketime", "openssl", "ip"}
-ALL = PROGRAMS | {"libnuma.so.1", "libibverbs.so.1", "libcurl.so.4"}
+ALL = {"make", "python3.11", "redis-server", "openssl", "ip", "libnuma.so.1", "libibverbs.so.1", "libcurl.so.4"}
 PACKAGES = {
     "make": "make",
     "python3.11": "python3-venv",
     "libnuma.so.1": "libnuma1",
     "redis-server": "redis-server",
-    "faketime": "faketime",
     "openssl": "openssl",
     "ip": "iproute2",
     "libibverbs.so.1": "libibverbs1",

@@ -305,8 +305,19 @@ def test_h59_two_replicas_are_killed_and_both_find_what_both_stored(house: House
     assert again.stop() == 0
 
 
-FAKED_CLOCK = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), Path("libfaketimeMT.so.1"))
-"""Of Debian's package `faketime`."""
+WALL_CLOCK = """
+import os, time
+from pathlib import Path
+
+told, told_ns = time.time, time.time_ns
+
+def behind():
+    return int(Path(os.environ["HOURS_BEHIND"]).read_text()) * 3600
+
+time.time = lambda: told() - behind()
+time.time_ns = lambda: told_ns() - behind() * 10**9
+"""
+"""Python's wall clock, which is set back while its process runs. Debian's `faketime` breaks Python's `time.sleep`."""
 
 CLIENTS = 32
 MOST_LINES = 50
@@ -340,15 +351,18 @@ def crowd(server: Server, during: Callable[[], object]) -> list[Answer]:
 def test_what_happens_in_operation_costs_hits_and_no_answer(house: House, start: Callable[..., Server]) -> None:
     """A full disk, a tier that comes late, the clock an hour back, another replica, resets and an end under load."""
     late, clock, stats = house.directory / "late", house.directory / "clock", house.directory / "stats.json"
-    clock.write_text("+0\n")
+    clock.mkdir()
+    (clock / "sitecustomize.py").write_text(WALL_CLOCK)
+    (clock / "hours").write_text("0")
     shared = f"dir://{late}/store?capacity=256MiB"
     environment = {
         "KVPACT_MEMORY": "16MiB", "KVPACT_STATS_FILE": str(stats), "VLLM_SERVER_DEV_MODE": "1",
-        "KVPACT_TIERS": f"disk://{house.disk}?capacity=1GiB {shared}", "LD_PRELOAD": str(FAKED_CLOCK),
-        "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "KVPACT_TIERS": f"disk://{house.disk}?capacity=1GiB {shared}", "HOURS_BEHIND": str(clock / "hours"),
+        "PYTHONPATH": os.pathsep.join([str(clock), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     command = ["kvpact", "serve", MODEL, *house.vllm_arguments]
     server = start(in_small_place(house.disk, command), **environment)
+    crowd(server, lambda: None)  # whose connections stay open
     expected = [server.ask(tokens) for tokens in PROMPTS]
     assert [answer.cached_tokens for answer in expected] == [0] * len(PROMPTS)
     at_first = taken(server)
@@ -365,11 +379,12 @@ def test_what_happens_in_operation_costs_hits_and_no_answer(house: House, start:
     assert written["vllm:kvpact_evicted_blocks_total{disk}"] > 0, "a full disk evicts"
     answers_alike(PROMPTS)
     late.mkdir()
+    server.wait_for(lambda metrics: metrics["vllm:kvpact_written_blocks_total{directory}"] > 0)  # what memory holds
     others = [prompt(1_600 + number, BLOCKS) for number in range(8)]
-    clock.write_text("-3600\n")
+    (clock / "hours").write_text("1")
     for tokens in others:
         server.ask(tokens)
-    server.wait_for(lambda metrics: metrics["vllm:kvpact_written_blocks_total{dir}"] >= BLOCKS * len(others))
+    server.wait_for(lambda metrics: metrics["vllm:kvpact_written_blocks_total{directory}"] >= BLOCKS * len(others))
     replica = start(["kvpact", "serve", MODEL, *house.vllm_arguments], KVPACT_TIERS=shared, KVPACT_MEMORY="64MiB")
     found = [replica.ask(tokens).cached_tokens for tokens in others]
     assert found == [BLOCKS * BLOCK] * len(others), "the newest blocks of a host whose clock is behind"
