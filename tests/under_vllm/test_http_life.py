@@ -397,8 +397,9 @@ def test_what_happens_in_operation_costs_hits_and_no_answer(house: House, start:
     answers_alike([])
     server.wait_for(lambda metrics: metrics["vllm:kvpact_leases_held"] == metrics["vllm:num_requests_running"] == 0)
     assert all(now <= then + 4 for now, then in zip(taken(server), at_first, strict=True)), (taken(server), at_first)
-    answers = crowd(server, lambda: server.process.send_signal(signal.SIGTERM))
-    assert all(answer.finish_reason == "length" for answer in answers)
+    ends = [answer.finish_reason for answer in crowd(server, lambda: server.process.send_signal(signal.SIGTERM))]
+    assert set(ends) <= {"length", "abort"}, "vLLM ends those whole that it has taken in, and refuses the others"
+    assert ends.count("length") >= 2, ends
     assert server.process.wait(60) == 0
     counts = json.loads(stats.read_text())
     assert counts["leases_held"] == counts["hook_errors"] == 0
