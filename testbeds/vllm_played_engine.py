@@ -377,3 +377,28 @@ def wait_before_loads(engine: PlayedEngine, go_on: threading.Event) -> None:
         scatter(group, plan)
 
     copier.scatter = scatter_later
+
+
+def step_until(engine: PlayedEngine, holds: Callable[[], bool]) -> None:
+    """Steps without requests, as an engine takes while something is under way."""
+    until = time.monotonic() + 20.0
+    while not holds():
+        assert time.monotonic() < until
+        engine.step()
+        time.sleep(0.002)
+
+
+class HeldCopies:
+    """All copies of one direction, "gather" or "scatter", wait until they are let go."""
+
+    def __init__(self, engine: PlayedEngine, direction: str) -> None:
+        self.go_on = threading.Event()
+        worker: Any = engine.worker.cache_worker
+        copier = worker.transfers.engine.copier
+        copy = getattr(copier, direction)
+
+        def wait(*arguments: Any) -> None:
+            self.go_on.wait(20.0)
+            copy(*arguments)
+
+        setattr(copier, direction, wait)

@@ -19,7 +19,7 @@ from kvpact.identity import base_weights, weights
 from kvpact.tiers import awaited
 from kvpact.tiers.registry import open_tier
 from servers.redis_server import free_ports, redis_server
-from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt, step_until
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(2)]
 
@@ -47,15 +47,6 @@ class Late:
 def late(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Late]:
     with ExitStack() as stack:
         yield Late(request.param, tmp_path, stack)
-
-
-def step_until(engine: PlayedEngine, holds: Callable[[], bool]) -> None:
-    """Steps without requests, as an engine takes while something is under way."""
-    until = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < until
-        engine.step()
-        time.sleep(0.002)
 
 
 def assert_right(engine: PlayedEngine, prompt: list[int], cached_blocks: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,23 +19,7 @@ from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.vllm import checks
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS
-from vllm_played_engine import BLOCK, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
-
-
-class SlowSaves:
-    """Saves wait until they are let go."""
-
-    def __init__(self, engine: PlayedEngine) -> None:
-        self.go_on = threading.Event()
-        cache_worker: Any = engine.worker.cache_worker
-        copier = cache_worker.transfers.engine.copier
-        gather = copier.gather
-
-        def slow_gather(*arguments: Any) -> None:
-            self.go_on.wait(20.0)
-            gather(*arguments)
-
-        copier.gather = slow_gather
+from vllm_played_engine import BLOCK, HeldCopies, PlayedEngine, PlayedRequest, answer, make_prompt, vllm_config
 
 
 def end_cancelled(engine: PlayedEngine, victim: PlayedRequest) -> None:
@@ -60,7 +43,7 @@ def test_h07_h27_blocks_stay_while_they_are_saved_however_their_request_ends(
     start: Callable[..., PlayedEngine], end: Callable[[PlayedEngine, PlayedRequest], None]
 ) -> None:
     engine = start(num_blocks=24)
-    saves = SlowSaves(engine)
+    saves = HeldCopies(engine, "gather")
     older = engine.add(make_prompt(1, 6), 400 if end is end_preempted else 3)
     engine.step()
     prompt = make_prompt(2, 8)
@@ -179,7 +162,7 @@ def test_h94_a_held_block_counts_as_shared_in_no_step_of_this_release(
 ) -> None:
     """Two requests, of which one has its blocks held: a common prefix that is none."""
     engine = start()
-    slow = SlowSaves(engine)
+    slow = HeldCopies(engine, "gather")
     for seed in (1, 2):
         engine.add(make_prompt(seed, 4), max_tokens=8)
     engine.step()

@@ -20,7 +20,7 @@ from kvpact.errors import ConfigError
 from kvpact.identity import base_weights, weights
 from kvpact.threads import LOW_PRIORITY
 from servers.redis_server import redis_server
-from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt, step_until
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(3)]
 HELD, ROOM = 'held_blocks{tier="disk"}', 'capacity_blocks{tier="disk"}'
@@ -87,15 +87,6 @@ def assert_right(engine: PlayedEngine, prompts: list[list[int]], cached_blocks: 
 
 def has_room(engine: PlayedEngine) -> bool:
     return engine.counts[ROOM] > 0
-
-
-def step_until(engine: PlayedEngine, holds: Callable[[], bool]) -> None:
-    """Steps without requests, as an engine takes while something is under way."""
-    until = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < until
-        engine.step()
-        time.sleep(0.002)
 
 
 def test_h39_until_the_weights_are_told_memory_serves_and_then_all_of_it_is_on_disk(

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,25 +13,9 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from kvpact.vllm import resets
 from kvpact.vllm.scheduler import KvpactScheduler
-from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
+from vllm_played_engine import BLOCK, HeldCopies, PlayedEngine, answer, make_prompt
 
 BLOCKS = 8
-
-
-class HeldCopies:
-    """All copies of one direction wait until they are let go."""
-
-    def __init__(self, engine: PlayedEngine, direction: str) -> None:
-        self.go_on = threading.Event()
-        worker: Any = engine.worker.cache_worker
-        copier = worker.transfers.engine.copier
-        copy = getattr(copier, direction)
-
-        def wait(*arguments: Any) -> None:
-            self.go_on.wait(20.0)
-            copy(*arguments)
-
-        setattr(copier, direction, wait)
 
 
 @pytest.fixture
@@ -41,6 +24,14 @@ def engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PlayedEng
     engine = PlayedEngine(tmp_path / "engine", scheduler_class=KvpactScheduler, **settings)
     yield engine
     engine.close()
+
+
+def stored(engine: PlayedEngine) -> tuple[list[int], HeldCopies]:
+    """A prompt that only kvpact has; its loads wait until they are let go."""
+    prompt = make_prompt(1, BLOCKS)
+    engine.generate(prompt)
+    engine.forget()
+    return prompt, HeldCopies(engine, "scatter")
 
 
 @pytest.fixture
@@ -81,10 +72,7 @@ def test_h106_saves_under_way_are_given_up_and_their_slots_stay_taken_until_the_
 
 @pytest.mark.parametrize("engine", [{"sync_load_budget": 0}], indirect=True)
 def test_h106_a_reset_waits_for_loads_and_begins_none_meanwhile(engine: PlayedEngine, own_process: None) -> None:
-    prompt = make_prompt(1, BLOCKS)
-    engine.generate(prompt)
-    engine.forget()
-    copies = HeldCopies(engine, "scatter")
+    prompt, copies = stored(engine)
     played, running = engine.add(prompt, 12), engine.add(make_prompt(2, 3), 40)
     engine.step()
     later = engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
@@ -108,10 +96,7 @@ def test_h106_a_reset_waits_for_loads_and_begins_none_meanwhile(engine: PlayedEn
 def test_h106_a_load_that_does_not_end_costs_the_reset_and_nothing_else(
     engine: PlayedEngine, own_process: None
 ) -> None:
-    prompt = make_prompt(1, BLOCKS)
-    engine.generate(prompt)
-    engine.forget()
-    copies = HeldCopies(engine, "scatter")
+    prompt, copies = stored(engine)
     played, running = engine.add(prompt, 4), engine.add(make_prompt(2, 3), 40)
     engine.step()
     later = engine.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -128,10 +113,7 @@ def test_h106_a_load_that_does_not_end_costs_the_reset_and_nothing_else(
 
 @pytest.mark.parametrize("engine", [{"sync_load_budget": 0}], indirect=True)
 def test_h106_an_engine_that_cannot_wait_says_so_and_preempts_nothing(engine: PlayedEngine) -> None:
-    prompt = make_prompt(1, BLOCKS)
-    engine.generate(prompt)
-    engine.forget()
-    copies = HeldCopies(engine, "scatter")
+    prompt, copies = stored(engine)
     played = engine.add(prompt, 4)
     engine.step()
     with pytest.raises(RuntimeError, match="nothing was preempted"):
