@@ -48,8 +48,7 @@ class Finder:
     @property
     def asks_shared(self) -> bool:
         """Whether a prepare asks shared tiers."""
-        may_ask = self.tiers.shared and self.config.match_at == "schedule" and self.config.prepare_deadline > 0
-        return bool(may_ask) and self._may_be_shared
+        return self._may_be_shared and self.config.match_at == "schedule" and self.config.prepare_deadline > 0
 
     @property
     def looks_up_at_step(self) -> bool:

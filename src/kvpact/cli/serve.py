@@ -26,7 +26,10 @@ OUR_OPTIONS: Final = {**OUR_CLASSES, "--shutdown-timeout": "20"}
 """What vLLM is given beside `--kv-transfer-config`, unless the user gives it: kvpact's classes, and seconds for its end
 by SIGTERM, fewer than the 30 after which Kubernetes kills. With its own 0 vLLM ends without a word to connectors."""
 
-TIME_TO_END: Final = "kvpact: after SIGTERM requests and kvpact's writes have 20 s to end (--shutdown-timeout 20)"
+_SECONDS: Final = OUR_OPTIONS["--shutdown-timeout"]
+TIME_TO_END: Final = (
+    f"kvpact: after SIGTERM requests and kvpact's writes have {_SECONDS} s to end (--shutdown-timeout {_SECONDS})"
+)
 """What is said at the start when the option is kvpact's."""
 
 CONNECTOR_OPTIONS: Final = {
