@@ -3,7 +3,8 @@
 For `make gpu` there: kvpact with its dependencies, and its tests'; vLLM 0.32.0 without what a small text model does not
 need, and the packages that it imports. The machine must have torch with Triton, and transformers, with what those need.
 DIR then has files of at most --max-mb each, manifest.json with their sizes and hashes, and unpack.py, which joins them
-there into a directory for PYTHONPATH.
+there into a directory for PYTHONPATH. Of vLLM's compiled modules only the machine code for Hopper is packed, so that
+all of it is 50 MB.
 
 vLLM 0.32.0 asks for torch 2.13 by its metadata, as 0.28 to 0.31 do, and pip would not install it there. Its compiled
 modules call torch by its stable interface alone, so that they load beside 2.11, too; docs/gpu.md says what was tried.
@@ -20,6 +21,7 @@ import json
 import lzma
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -73,6 +75,7 @@ ENGINE = (
     "fastapi>=0.133,<0.137",
     "jiter",
     "llguidance>=1.7,<1.8",
+    "loguru",
     "openai>=2.25,<3",
     "oss-harmony",
     "partial-json-parser",
@@ -98,6 +101,17 @@ LIBRARIES = {
     "vllm-flash-attention": ("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",),
 }
 """Archive -> vLLM's compiled modules in it. FlashAttention 3 is for Hopper; others fall back to Triton's kernels."""
+
+ARCHITECTURE = 90
+"""Hopper's, as the header of a piece of machine code says it."""
+
+FAT_BINARY = struct.Struct("<IHHQ")
+"""Head of a library's machine code for GPUs, in pieces: magic number, version, bytes of this head, bytes behind it."""
+
+PIECE = struct.Struct("<4xIQ12xI")
+"""What is read of a piece's head: its bytes, the bytes behind it, and the architecture."""
+
+FAT_BINARY_MAGIC = bytes.fromhex("50ed55ba")
 
 GLIBC = (*range(5, 40),)
 """pip takes no wheel for an older glibc than the one that it is told, so it is told of all."""
@@ -163,6 +177,22 @@ def installed_as(file: str) -> str:
     return re.sub(r"^[^/]+\.data/(?:purelib|platlib)/", "", file)
 
 
+def for_one_architecture(library: bytes) -> bytes:
+    """A compiled module with the machine code for other GPUs zeroed: nothing moves, but it packs to a fourth."""
+    slim = bytearray(library)
+    begin = slim.find(FAT_BINARY_MAGIC)
+    while begin >= 0:
+        _, _, head, behind = FAT_BINARY.unpack_from(slim, begin)
+        at, end = begin + head, begin + head + behind
+        while at < end <= len(slim):
+            piece, size, architecture = PIECE.unpack_from(slim, at)
+            if architecture != ARCHITECTURE:
+                slim[at + piece : at + piece + size] = bytes(size)
+            at += piece + size
+        begin = slim.find(FAT_BINARY_MAGIC, max(end, begin + 1))
+    return bytes(slim)
+
+
 def pack(parts: Sequence[tuple[Path, Keep]], archive: Path) -> int:
     """Write the wheels' files into an archive, in order. Returns their size in bytes."""
     size = 0
@@ -173,7 +203,9 @@ def pack(parts: Sequence[tuple[Path, Keep]], archive: Path) -> int:
                     if not entry.is_dir() and keep(entry.filename):
                         packed = tarfile.TarInfo(installed_as(entry.filename))
                         packed.size, packed.mode = entry.file_size, 0o644
-                        tar.addfile(packed, BytesIO(source.read(entry)))
+                        content = source.read(entry)
+                        slim = for_one_architecture(content) if entry.filename.startswith("vllm/") else content
+                        tar.addfile(packed, BytesIO(slim))
                         size += entry.file_size
     return size
 

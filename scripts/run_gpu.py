@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class Unusable(Exception):
 def environment() -> dict[str, str]:
     """This process's, with the checkout's source first."""
     others = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, SOURCES), *([others] if others else [])])}
+    sampler = {} if find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # vLLM takes it to be there
+    return {**sampler, **os.environ, "PYTHONPATH": os.pathsep.join([*map(str, SOURCES), *([others] if others else [])])}
 
 
 class Child:

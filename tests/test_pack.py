@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import tomllib
@@ -107,6 +108,25 @@ def listed() -> list[str]:
         [sys.executable, SCRIPTS / "pack_vllm.py", "--list"], check=True, capture_output=True, text=True, timeout=60
     )
     return done.stdout.split()
+
+
+def test_machine_code_for_other_gpus_is_zeroed_and_nothing_moves() -> None:
+    sys.path.append(str(SCRIPTS))
+    from pack_vllm import ARCHITECTURE, FAT_BINARY_MAGIC, for_one_architecture
+
+    def fat(*architectures: int) -> bytes:
+        pieces = b"".join(struct.pack("<HHIQ12xI32x", 2, 0, 64, 8, one) + b"\x07" * 8 for one in architectures)
+        return FAT_BINARY_MAGIC + struct.pack("<HHQ", 1, 16, len(pieces)) + pieces
+
+    library = b"\x7fELF" + fat(75, ARCHITECTURE, 120) + b"between" + fat(80) + b"the end"
+    slim = for_one_architecture(library)
+    assert len(slim) == len(library)
+    assert slim.count(7) == 8
+    at = len(b"\x7fELF") + 16 + 72 + 64
+    assert slim[at : at + 8] == b"\x07" * 8
+    assert slim.endswith(b"the end")
+    assert b"between" in slim
+    assert for_one_architecture(KERNELS) == KERNELS
 
 
 def test_what_is_packed_serves_gpus_and_has_all_that_kvpact_and_its_tests_import() -> None:

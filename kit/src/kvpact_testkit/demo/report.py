@@ -34,7 +34,7 @@ REUSED_SHARE = 0.95
 COLD_CPU_SHARE = 0.01
 """Maximum share of kvpact in a cold prompt's CPU time. More is reported, but no failure: other work slows all code."""
 
-UNPROVEN_ON_GPUS = "kvpact has proven its copies on no GPU of its own: here they prove themselves while they serve."
+UNPROVEN_ON_GPUS = "Run by us on one H100 (docs/gpu.md): here the copies prove themselves while they serve."
 
 
 @dataclass(frozen=True, slots=True)

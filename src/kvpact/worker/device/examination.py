@@ -37,7 +37,7 @@ class Bench:
     allocate: Callable[[int, int], Any]
     """(rows, bytes of one) -> a tensor of bytes on the device, with these two axes."""
     compute: Callable[[], None]
-    """What a step of decoding would: a few milliseconds on the current stream. Waits for it."""
+    """What a step of decoding would: a few milliseconds on the current stream. Waits for that stream alone."""
     num_bytes: int = 1 << 30
     """Bytes that are copied at a time."""
     rounds: int = 5
