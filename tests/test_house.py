@@ -420,7 +420,7 @@ HAVE_CHECK = {
     "kvpact_testkit.engine.engine.Engine",
     "kvpact_testkit.engine.reference.ReferenceCache",
     "kvpact.index.classed_slots.ClassedSlots",
-    "kvpact.index.rows.Rows",
+    "kvpact.index.table.Rows",
     "kvpact.index.slot_space.PlainSlots",
 }
 """Classes whose structures must agree with one another: `check` says whether they do."""

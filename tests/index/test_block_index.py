@@ -9,8 +9,7 @@ import pytest
 
 from kvpact.errors import PactViolation
 from kvpact.index.block_index import ROOT, BlockIndex, Reservation, State
-from kvpact.index.links import Links
-from kvpact.index.rows import Rows
+from kvpact.index.table import Links, Rows
 
 
 def named(path: str) -> bytes:

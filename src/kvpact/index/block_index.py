@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.key_table import FEW, RowArray
-from kvpact.index.links import NONE, selection
-from kvpact.index.links import ROOT as ROOT
 from kvpact.index.restoring import Restoring
-from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED
-from kvpact.index.rows import State as State
+from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, selection
+from kvpact.index.table import ROOT as ROOT
+from kvpact.index.table import State as State
 
 
 @dataclass(frozen=True, slots=True)

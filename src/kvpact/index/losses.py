@@ -1,6 +1,6 @@
 """How an index loses blocks: by eviction, by a drop with all after them, and for memory that changes its class.
 
-Owns no state of its own: that of rows is in `rows.py`.
+Owns no state of its own: that of rows is in `table.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.key_table import FEW
-from kvpact.index.links import NONE
-from kvpact.index.rows import CANCELLED, DOOMED, FREE, HELD, RESERVED, SAVED, Rows
+from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Rows
 
 AHEAD_SHARE: Final = 64
 """A class keeps free at most one in so many of the slots that it could free."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvpact.errors import PactViolation
 from kvpact.index.key_table import NONE, Names, RowArray
 from kvpact.index.losses import Losses
-from kvpact.index.rows import FREE, HELD
+from kvpact.index.table import FREE, HELD
 
 _UNKNOWN, _REACHED = -2, -1
 
