@@ -1,14 +1,14 @@
-"""The table of an index: a row for each slot, linked to chains, and counted as long as anything needs them.
+"""The table of an index: a row for each slot, linked to chains, and counted as long as anything needs it.
 
-Owns keys, parents and children, the states of rows, their holds and their recency. Decides nothing: `block_index.py`
-says what is reserved, pinned, evicted and dropped. Never touches the bytes in a slot.
+Owns keys, parents and children, the states of rows, their holds and their recency; others read its columns. Decides
+nothing: `block_index.py` says what is reserved, pinned and dropped, `losses.py` what is evicted, `restoring.py` what
+comes back from a table of stored blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.eviction import LeastRecentlyUsed
-from kvpact.index.key_table import FEW, KeyTable, RowArray, zeros
+from kvpact.index.key_table import FEW, KeyTable, Names, RowArray, zeros
 from kvpact.index.key_table import NONE as NONE
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 
@@ -45,6 +45,9 @@ class State(IntEnum):
 FREE, RESERVED, SAVED, HELD, CANCELLED, DOOMED = (int(state) for state in State)
 _WITH_WRITER = {RESERVED, CANCELLED}
 
+_PART: Final = 1 << 16
+"""Rows that are worked on at once where all rows are, so that what is computed of them stays small."""
+
 
 def selection(rows: Sequence[int]) -> slice | RowArray:
     """Some rows, in this order, as an index of an array: neighbours as a slice, which costs least."""
@@ -56,158 +59,18 @@ def selection(rows: Sequence[int]) -> slice | RowArray:
     return np.array(rows, np.int64)
 
 
-class Links:
-    """Rows as chains, by numbers. The row after the last one is the root, the parent of all first blocks.
+class Table:
+    """What lies in which row, as chains. The row after the last one is the root, the parent of all first blocks.
 
-    A row has two kinds of children: the next rows of chains, and the *side* rows, which hang on it and have none.
-
-    Blocks that are stored together mostly get neighbouring rows. So each row says where its *run* starts: every row
-    from there to it follows its neighbour, as long as any of them is in use. What goes for a chain goes for a few runs,
-    each with one step over a part of an array. `_next_each` is an array, `_next` its memory, which is faster for single
-    rows; so for all of them.
-    """
-
-    __slots__ = (
-        "_first_child",
-        "_first_child_each",
-        "_first_side",
-        "_first_side_each",
-        "_is_side",
-        "_is_side_each",
-        "_keys",
-        "_next",
-        "_next_each",
-        "_parent",
-        "_parent_each",
-        "_previous",
-        "_previous_each",
-        "_root",
-        "_start",
-        "_start_each",
-        "num_slots",
-    )  # fmt: skip
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._root = num_slots
-        self._clear_links()
-
-    def _clear_links(self) -> None:
-        rows = self.num_slots + 1
-        self._keys = KeyTable(rows)
-        self._is_side = bytearray(rows)
-        self._is_side_each = np.frombuffer(self._is_side, np.uint8)
-        self._parent_each, self._parent = zeros(rows, "i4")
-        self._first_child_each, self._first_child = zeros(rows, "i4")
-        self._first_side_each, self._first_side = zeros(rows, "i4")
-        self._next_each, self._next = zeros(rows, "i4")
-        self._previous_each, self._previous = zeros(rows, "i4")
-        self._start_each, self._start = zeros(rows, "i4")
-        self._start[self._root] = self._root
-        for links in (self._parent, self._first_child, self._first_side, self._next, self._previous):
-            links[self._root] = NONE
-
-    def __len__(self) -> int:
-        """Blocks known by key: held, saved and reserved; not the dropped ones that still occupy a slot."""
-        return len(self._keys)
-
-    def _link(self, key: BlockKey, parent: int, row: int, *, is_side: bool) -> None:
-        """Enter `key` after `parent` into the unused `row`, without children."""
-        self._keys.add(key, row)
-        first = self._first_side if is_side else self._first_child
-        self._is_side[row] = is_side
-        self._parent[row] = parent
-        self._start[row] = self._start[parent] if parent == row - 1 and not is_side else row
-        self._first_child[row] = self._first_side[row] = self._previous[row] = NONE
-        self._next[row] = following = first[parent]
-        if following != NONE:
-            self._previous[following] = row
-        first[parent] = row
-
-    def _link_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int], at: slice | RowArray) -> None:
-        """Enter `keys`, one after the other, after `parent` into the unused `rows`, which `at` selects."""
-        if len(rows) < FEW:
-            for key, row in zip(keys, rows, strict=True):
-                self._link(key, parent, row, is_side=False)
-                parent = row
-            return
-        self._keys.add_names(self._keys.names(keys), at)
-        self._is_side_each[at] = 0
-        for links in (self._first_side_each, self._previous_each, self._next_each):
-            links[at] = NONE
-        if isinstance(at, slice):
-            self._parent_each[at] = np.arange(at.start - 1, at.stop - 1)
-            self._first_child_each[at] = np.arange(at.start + 1, at.stop + 1)
-            self._start_each[at] = at.start
-        else:
-            self._parent_each[at[1:]] = at[:-1]
-            self._first_child_each[at[:-1]] = at[1:]
-            self._start_each[at] = at[_starts(at[1:] == at[:-1] + 1)]
-        if parent == rows[0] - 1:
-            self._start_each[rows[0] : rows[0] + _neighbours(at)] = self._start[parent]
-        first, last = rows[0], rows[-1]
-        self._first_child[last] = NONE
-        self._parent[first] = parent
-        self._next[first] = following = self._first_child[parent]
-        if following != NONE:
-            self._previous[following] = first
-        self._first_child[parent] = first
-
-    def _cut(self, row: int) -> bool:
-        """Remove `row` from its parent's children; returns whether the parent's chain ends with the parent now."""
-        parent, previous, following = self._parent[row], self._previous[row], self._next[row]
-        if following != NONE:
-            self._previous[following] = previous
-        if previous != NONE:
-            self._next[previous] = following
-        elif self._is_side[row]:
-            self._first_side[parent] = following
-        else:
-            self._first_child[parent] = following
-            return following == NONE
-        return False
-
-    def _subtree(self, top: int) -> list[int]:
-        """`top` and all rows after it, parents before children, side rows too."""
-        order = [top]
-        for row in order:
-            for child in (self._first_child[row], self._first_side[row]):
-                while child != NONE:
-                    order.append(child)
-                    child = self._next[child]
-        return order
-
-    def slots_to(self, row: int, count: int) -> Sequence[int]:
-        """The slots of the last `count` blocks of the chain up to that in slot `row`, in order; it has so many.
-
-        Neighbours are a range. A step for each run.
-        """
-        runs = []
-        while count > 0:
-            first = max(self._start[row], row - count + 1)
-            runs.append(range(first, row + 1))
-            count -= row + 1 - first
-            row = self._parent[first]
-        return runs[0] if len(runs) == 1 else [*chain.from_iterable(reversed(runs))]
-
-    def _parted(self, rows: slice) -> NDArray[np.bool_]:
-        """Which of these rows of one run have side rows, or another child than the neighbour that follows them."""
-        below = slice(rows.start + 1, rows.stop + 1)
-        parted: NDArray[np.bool_] = (
-            self._first_side_each[rows] & self._next_each[below] & self._previous_each[below]
-        ) != NONE
-        return parted
-
-
-class Rows(Links):
-    """What lies in which of `num_slots` slots, as chains.
-
-    A row of every array describes the slot of that number; the row after the last one is the root, the parent of all
-    first blocks. Arrays of numbers and not objects, because a collection of garbage must not walk a million entries in
-    the middle of a scheduler's step.
+    Columns of numbers and not objects, because a collection of garbage must not walk a million entries in the middle of
+    a scheduler's step. `next_each` is an array, `next` its memory, which is faster for single rows; so for all of them.
 
     A row has two kinds of children: the next rows of chains, and the *side* rows, which hang on it and have none. What
     goes for a row goes for its side rows: they need it, and go with it.
+
+    Blocks that are stored together mostly get neighbouring rows. So each row says where its *run* starts: every row
+    from there to it follows its neighbour, as long as any of them is in use. What goes for a chain goes for a few runs,
+    each with one step over a part of an array.
 
     `holds` counts why a row must stay: its pins, its own writer (or its wait for its parent), and each child that must
     stay. A row without holds is evictable, with all rows after it.
@@ -217,93 +80,139 @@ class Rows(Links):
     """
 
     __slots__ = (
-        "_chain_class",
-        "_evictable",
-        "_held",
-        "_holds",
-        "_holds_each",
-        "_lost",
-        "_pinned",
-        "_pins",
-        "_policy",
-        "_state",
-        "_state_each",
-        "space",
-    )
+        "chain_class", "evictable", "first_child", "first_child_each", "first_side", "first_side_each", "held", "holds",
+        "holds_each", "is_side", "is_side_each", "keys", "next", "next_each", "parent", "parent_each", "policy",
+        "previous", "previous_each", "root", "space", "start", "start_each", "state", "state_each",
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        num_slots: int,
-        usable_slots: int | None = None,
-        *,
-        space: SlotSpace | None = None,
-        classes: int = 1,
-        chain_class: int = 0,
-    ) -> None:
-        """Only the first `usable_slots` slots are handed out, until `use_slots` says otherwise; None: all.
+    def __init__(self, space: SlotSpace, classes: int, chain_class: int) -> None:
+        """Rows of so many classes, those of chains of `chain_class`."""
+        self.space = space
+        """Which rows are free."""
+        self.chain_class = chain_class
+        self.root = space.num_rows
+        self.evictable = [0] * classes
+        """Per class, blocks that nothing holds."""
+        self.reset()
 
-        With a `space` its rows are the slots, of so many classes, and the chains' are of `chain_class`.
-        """
-        if num_slots < 1:
-            raise ValueError(f"an index needs at least 1 slot, not {num_slots}")
-        self.space: SlotSpace = space or PlainSlots(num_slots, usable_slots)
-        """Which slots are free."""
-        super().__init__(self.space.num_rows)
-        self._chain_class = chain_class
-        self._evictable = [0] * classes
-        self._reset()
-
-    @property
-    def usable_slots(self) -> int:
-        """Slots, or extents of a space, below this are handed out."""
-        return self.space.usable
-
-    @property
-    def free_slots(self) -> int:
-        """Slots that are free without evicting a block."""
-        return sum(map(len, self.space.free))
+    def reset(self) -> None:
+        """Forget all rows; the space is its owner's."""
+        rows, classes = self.root + 1, len(self.evictable)
+        self.keys = KeyTable(rows)
+        self.is_side = bytearray(rows)
+        self.is_side_each = np.frombuffer(self.is_side, np.uint8)
+        self.parent_each, self.parent = zeros(rows, "i4")
+        self.first_child_each, self.first_child = zeros(rows, "i4")
+        self.first_side_each, self.first_side = zeros(rows, "i4")
+        self.next_each, self.next = zeros(rows, "i4")
+        self.previous_each, self.previous = zeros(rows, "i4")
+        self.start_each, self.start = zeros(rows, "i4")
+        self.start[self.root] = self.root
+        for links in (self.parent, self.first_child, self.first_side, self.next, self.previous):
+            links[self.root] = NONE
+        self.state = bytearray(rows)
+        self.state_each = np.frombuffer(self.state, np.uint8)
+        self.state[self.root] = HELD
+        self.holds_each, self.holds = zeros(rows, "i4")
+        self.holds[self.root] = 1
+        self.held = 0
+        """Blocks in the state HELD."""
+        self.evictable = [0] * classes
+        self.policy = LeastRecentlyUsed(rows, classes)
 
     @property
-    def waiting_slots(self) -> int:
-        """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
-        states = self._state[: self.usable_slots] if self._is_plain else self._state
-        return states.count(CANCELLED) + states.count(DOOMED)
-
-    @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether every row is a slot, so that one that is withdrawn is nobody's."""
         return isinstance(self.space, PlainSlots) and len(self.space.free) == 1
 
-    def _reset(self) -> None:
-        rows = self.num_slots + 1
-        self._clear_links()
-        self._state = bytearray(rows)
-        self._state_each = np.frombuffer(self._state, np.uint8)
-        self._state[self._root] = HELD
-        self._pins = zeros(rows, "i4")[1]
-        self._holds_each, self._holds = zeros(rows, "i4")
-        self._holds[self._root] = 1
-        self._held = 0
-        self._evictable = [0] * len(self._evictable)
-        self._pinned = 0
-        self._policy = LeastRecentlyUsed(rows, len(self._evictable))
-        self._lost = 0
-        """Blocks that extents lost when they changed their class, until a reservation tells it."""
+    # Links
 
-    def _row(self, key: BlockKey) -> int:
-        """The row of a known block; NONE if the key is unknown, or the root's."""
-        return self._keys.find(key) if key else NONE
+    def _link(self, key: BlockKey, parent: int, row: int, *, is_side: bool) -> None:
+        """Enter `key` after `parent` into the unused `row`, without children."""
+        self.keys.add(key, row)
+        first = self.first_side if is_side else self.first_child
+        self.is_side[row] = is_side
+        self.parent[row] = parent
+        self.start[row] = self.start[parent] if parent == row - 1 and not is_side else row
+        self.first_child[row] = self.first_side[row] = self.previous[row] = NONE
+        self.next[row] = following = first[parent]
+        if following != NONE:
+            self.previous[following] = row
+        first[parent] = row
 
-    def _hold(self, row: int) -> None:
+    def _link_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int], at: slice | RowArray) -> None:
+        """Enter `keys`, one after the other, after `parent` into the unused `rows`, which `at` selects."""
+        if len(rows) < FEW:
+            for key, row in zip(keys, rows, strict=True):
+                self._link(key, parent, row, is_side=False)
+                parent = row
+            return
+        self.keys.add_names(self.keys.names(keys), at)
+        self.is_side_each[at] = 0
+        for links in (self.first_side_each, self.previous_each, self.next_each):
+            links[at] = NONE
+        if isinstance(at, slice):
+            self.parent_each[at] = np.arange(at.start - 1, at.stop - 1)
+            self.first_child_each[at] = np.arange(at.start + 1, at.stop + 1)
+            self.start_each[at] = at.start
+        else:
+            self.parent_each[at[1:]] = at[:-1]
+            self.first_child_each[at[:-1]] = at[1:]
+            self.start_each[at] = at[_starts(at[1:] == at[:-1] + 1)]
+        if parent == rows[0] - 1:
+            self.start_each[rows[0] : rows[0] + _neighbours(at)] = self.start[parent]
+        first, last = rows[0], rows[-1]
+        self.first_child[last] = NONE
+        self.parent[first] = parent
+        self.next[first] = following = self.first_child[parent]
+        if following != NONE:
+            self.previous[following] = first
+        self.first_child[parent] = first
+
+    def cut(self, row: int) -> bool:
+        """Remove `row` from its parent's children; returns whether the parent's chain ends with the parent now."""
+        parent, previous, following = self.parent[row], self.previous[row], self.next[row]
+        if following != NONE:
+            self.previous[following] = previous
+        if previous != NONE:
+            self.next[previous] = following
+        elif self.is_side[row]:
+            self.first_side[parent] = following
+        else:
+            self.first_child[parent] = following
+            return following == NONE
+        return False
+
+    def subtree(self, top: int) -> list[int]:
+        """`top` and all rows after it, parents before children, side rows too."""
+        order = [top]
+        for row in order:
+            for child in (self.first_child[row], self.first_side[row]):
+                while child != NONE:
+                    order.append(child)
+                    child = self.next[child]
+        return order
+
+    def parted(self, rows: slice) -> NDArray[np.bool_]:
+        """Which of these rows of one run have side rows, or another child than the neighbour that follows them."""
+        below = slice(rows.start + 1, rows.stop + 1)
+        parted: NDArray[np.bool_] = (
+            self.first_side_each[rows] & self.next_each[below] & self.previous_each[below]
+        ) != NONE
+        return parted
+
+    # States and holds
+
+    def hold(self, row: int) -> None:
         """Add a hold to `row`; its first one adds a hold to its parent. The root is always held, so the walk ends.
 
         What is held is closed under prefixes, so of a run only the end can be unheld.
         """
-        holds, parent, start = self._holds, self._parent, self._start
+        holds, parent, start = self.holds, self.parent, self.start
         newly_held = 0
-        if self._is_side[row] and not holds[row]:
+        if self.is_side[row] and not holds[row]:
             holds[row] = 1
-            self._evictable[self.space.class_of(row)] -= 1
+            self.evictable[self.space.class_of(row)] -= 1
             row = parent[row]
         while not holds[row]:
             first = start[row]
@@ -312,23 +221,23 @@ class Rows(Links):
                 newly_held += 1
                 row = parent[row]
                 continue
-            unheld = row + 1 - first - int(np.count_nonzero(self._holds_each[first : row + 1]))
-            self._holds_each[row + 1 - unheld : row + 1] = 1
+            unheld = row + 1 - first - int(np.count_nonzero(self.holds_each[first : row + 1]))
+            self.holds_each[row + 1 - unheld : row + 1] = 1
             newly_held += unheld
             row = parent[row + 1 - unheld]
         holds[row] += 1
         if newly_held:
-            self._evictable[self._chain_class] -= newly_held
+            self.evictable[self.chain_class] -= newly_held
 
-    def _release(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Remove a hold. A row without holds becomes evictable, or free if its block was dropped."""
-        holds, parent, state, first_child = self._holds, self._parent, self._state, self._first_child
-        slot_class = self.space.class_of(row) if self._is_side[row] else self._chain_class
+        holds, parent, state, first_child = self.holds, self.parent, self.state, self.first_child
+        slot_class = self.space.class_of(row) if self.is_side[row] else self.chain_class
         evictable = 0
         while holds[row] == 1:
             top = self._held_by_next(row)
             if top < row:  # all of these but `row` have a child, and none is dropped
-                self._holds_each[top : row + 1] = 0
+                self.holds_each[top : row + 1] = 0
                 evictable += row + 1 - top
             else:
                 holds[row] = 0
@@ -337,97 +246,101 @@ class Rows(Links):
             else:
                 evictable += top == row
                 if first_child[row] == NONE:
-                    self._policy.offer(row, slot_class)
+                    self.policy.offer(row, slot_class)
             row = parent[top]
-            if slot_class != self._chain_class:
-                self._evictable[slot_class] += evictable
-                slot_class, evictable = self._chain_class, 0
+            if slot_class != self.chain_class:
+                self.evictable[slot_class] += evictable
+                slot_class, evictable = self.chain_class, 0
         holds[row] -= 1
         if evictable:
-            self._evictable[slot_class] += evictable
+            self.evictable[slot_class] += evictable
 
     def _held_by_next(self, row: int) -> int:
         """The first of the rows in a run up to `row` that have one hold each and are not dropped; `row` if few."""
-        first = self._start[row]
+        first = self.start[row]
         if row - first < FEW:
             return row
-        others = np.flatnonzero(self._holds_each[first : row + 1] != 1)
+        others = np.flatnonzero(self.holds_each[first : row + 1] != 1)
         if len(others):
             first += int(others[-1]) + 1
-        return first if self._state.find(DOOMED, first, row + 1) < 0 else row
+        return first if self.state.find(DOOMED, first, row + 1) < 0 else row
 
-    def _reserve_sides(self, keys: Sequence[BlockKey], parents: Sequence[int], rows: Sequence[int]) -> None:
+    def reserve_sides(self, keys: Sequence[BlockKey], parents: Sequence[int], rows: Sequence[int]) -> None:
         """Enter side blocks, each on the row before it, into the unused `rows`, which have a writer now."""
         for key, parent, row in zip(keys, parents, rows, strict=True):
             self._link(key, parent, row, is_side=True)
-            self._state[row] = RESERVED
-            self._holds[row] = 1
-            self._hold(parent)
-        self._policy.touch_each(selection(rows))
+            self.state[row] = RESERVED
+            self.holds[row] = 1
+            self.hold(parent)
+        self.policy.touch_each(selection(rows))
 
-    def _reserve_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int], at: slice | RowArray) -> None:
+    def reserve_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int], at: slice | RowArray) -> None:
         """Enter `keys`, one after the other, after `parent` into the unused `rows`, which have a writer now; `at`
         selects the rows."""
         self._link_chain(keys, parent, rows, at)
-        self._state_each[at] = RESERVED
-        self._holds_each[at] = 2  # of its writer, and of the row after it
-        self._holds[rows[-1]] = 1
-        self._policy.touch_each(at)
-        self._hold(parent)
+        self.state_each[at] = RESERVED
+        self.holds_each[at] = 2  # of its writer, and of the row after it
+        self.holds[rows[-1]] = 1
+        self.policy.touch_each(at)
+        self.hold(parent)
 
     def _set_free(self, row: int) -> None:
-        self._state[row] = FREE
+        self.state[row] = FREE
         self.space.give_back(row)
 
-    def _evictable_leaf(self, row: int) -> bool:
-        return self._holds[row] == 0 and self._state[row] == HELD and self._first_child[row] == NONE
+    def evictable_leaf(self, row: int) -> bool:
+        """Whether nothing holds the row's block, and none of a chain follows it."""
+        return self.holds[row] == 0 and self.state[row] == HELD and self.first_child[row] == NONE
 
-    def _serve(self, row: int, became_held: list[BlockKey]) -> None:
-        """The saved `row` has its whole chain: hold it, and the saved blocks that waited for it."""
+    def save(self, row: int, became_held: list[BlockKey]) -> None:
+        """The row is filled: hold it as soon as its parent is held, and the saved blocks that waited for it."""
+        self.state[row] = SAVED
+        if self.state[self.parent[row]] != HELD:
+            return
         complete = [row]
         for parent in complete:
-            self._state[parent] = HELD
-            self._held += 1
-            became_held.append(self._keys.key(parent))
-            if self._holds[parent] > 1:
-                self._holds[parent] -= 1
+            self.state[parent] = HELD
+            self.held += 1
+            became_held.append(self.keys.key(parent))
+            if self.holds[parent] > 1:
+                self.holds[parent] -= 1
             else:
-                self._release(parent)
-            if self._is_side[parent]:
+                self.release(parent)
+            if self.is_side[parent]:
                 continue
-            for child in (self._first_child[parent], self._first_side[parent]):
+            for child in (self.first_child[parent], self.first_side[parent]):
                 while child != NONE:
-                    if self._state[child] == SAVED:
+                    if self.state[child] == SAVED:
                         complete.append(child)
-                    child = self._next[child]
+                    child = self.next[child]
 
-    def _serve_chain(self, rows: Sequence[int], at: slice | RowArray, became_held: list[BlockKey]) -> bool:
+    def save_chain(self, rows: Sequence[int], at: slice | RowArray, became_held: list[BlockKey]) -> bool:
         """Hold all `rows` but the last if they are reserved, one after the other, and nothing else hangs on them; and
         if the block before them is held. Returns whether that is so."""
         above, below = (
             (slice(at.start, at.stop - 1), slice(at.start + 1, at.stop)) if isinstance(at, slice) else (at[:-1], at[1:])
         )
-        parents, alone = self._parent_each[below], self._next_each[below] & self._previous_each[below]
+        parents, alone = self.parent_each[below], self.next_each[below] & self.previous_each[below]
         if (
-            self._state[self._parent[rows[0]]] != HELD
-            or not (self._state_each[at] == RESERVED).all()
+            self.state[self.parent[rows[0]]] != HELD
+            or not (self.state_each[at] == RESERVED).all()
             or not (parents == (np.arange(at.start, at.stop - 1) if isinstance(at, slice) else above)).all()
-            or not ((alone & self._first_side_each[above]) == NONE).all()
+            or not ((alone & self.first_side_each[above]) == NONE).all()
         ):
             return False
-        self._state_each[above] = HELD
-        self._holds_each[above] -= 1  # of the writer; the next row has one, too
-        self._held += len(rows) - 1
-        became_held += self._keys.keys(above)
+        self.state_each[above] = HELD
+        self.holds_each[above] -= 1  # of the writer; the next row has one, too
+        self.held += len(rows) - 1
+        became_held += self.keys.keys(above)
         return True
 
-    def _require_writers(self, slots: Sequence[int], at: slice | RowArray | None = None) -> None:
+    def require_writers(self, slots: Sequence[int], at: slice | RowArray | None = None) -> None:
         """Raise PactViolation if a slot has no writer, or is named twice. `at` selects the slots, if given."""
-        state = self._state
+        state = self.state
         if at is None:
             written = {*map(state.__getitem__, slots)} <= _WITH_WRITER
         else:
-            states = self._state_each[at]
+            states = self.state_each[at]
             written = bool(((states == RESERVED) | (states == CANCELLED)).all())
             if written and isinstance(at, slice):
                 return
@@ -437,63 +350,153 @@ class Rows(Links):
         if len(set(slots)) != len(slots):
             raise PactViolation(f"a slot is named twice in {list(slots)[:20]}; its writer ends once")
 
+    # Losses
+
+    def remove(self, top: int) -> list[tuple[BlockKey, int]]:
+        """Drop `top` and all after it, children first: their rows are free as soon as nothing needs them."""
+        order, parent = self.subtree(top), self.parent[top]
+        if self.cut(top) and self.holds[parent] == 0:
+            self.policy.offer(parent, self.chain_class)
+        order.reverse()
+        at = np.array(order, np.int64)
+        removed = list(zip(self.keys.keys(at), order, strict=True))
+        self.keys.remove_each(at)
+        for row in order:
+            self.policy.inherit(self.parent[row], self.policy.used[row])
+            self.first_child[row] = self.first_side[row] = NONE
+            state = self.state[row]
+            self.state[row] = DOOMED
+            if state == RESERVED:
+                self.state[row] = CANCELLED
+            elif state == SAVED:
+                self.release(row)
+            else:
+                self.held -= 1
+                if self.holds[row] == 0:
+                    self.evictable[self.space.class_of(row)] -= 1
+                    self._set_free(row)
+        return removed
+
+    def doom(self, row: int) -> None:
+        """The writer of a dropped block has ended; its row is free as soon as nothing else needs it."""
+        self.state[row] = DOOMED
+        self.release(row)
+
+    def free_end(self, top: int, row: int, slot_class: int) -> None:
+        """Free the end of a chain, from `top` to `row`, neighbours that nothing holds; their keys are still there."""
+        if top < row:
+            self.state_each[top : row + 1] = FREE
+        else:
+            self.state[row] = FREE
+        self.cut(top)
+        self.held -= row + 1 - top
+        self.evictable[slot_class] -= row + 1 - top
+        self.space.give_back_each(range(row, top - 1, -1))
+
+    # Rows that come from a table of stored blocks: only chains, and nothing holds them
+
+    def show(self, rows: RowArray, before: RowArray) -> None:
+        """Hold the blocks of hidden keys after those before them, which are held or among them."""
+        if not len(rows):
+            return
+        self.keys.show(rows)
+        self._count_stored(rows, HELD, len(rows))
+        self.is_side_each[rows] = 0
+        self.first_child_each[rows] = self.first_side_each[rows] = NONE
+        self.start_each[rows] = rows
+        self.parent_each[rows] = before
+        order = np.argsort(before, kind="stable")
+        rows, before = rows[order], before[order]
+        follows = before[1:] == before[:-1]
+        first, last = np.append(True, ~follows), np.append(~follows, True)
+        after = np.append(rows[1:], NONE)
+        after[last] = there = self.first_child_each[before[last]]
+        self.next_each[rows] = after
+        self.previous_each[there[there != NONE]] = rows[last][there != NONE]
+        self.previous_each[rows] = np.where(first, NONE, np.append(NONE, rows[:-1]))
+        self.first_child_each[before[first]] = rows[first]
+
+    def hide(self, top: int) -> tuple[RowArray, Names]:
+        """Undo `show` for `top` and all after it: their rows, `top` first, and the keys of the blocks before them."""
+        rows = np.array(self.subtree(top), np.int64)
+        before = self.keys.names_at(self.parent_each[rows].astype(np.int64))
+        self.cut(top)
+        self._count_stored(rows, FREE, -len(rows))
+        self.keys.hide(rows)
+        return rows, before
+
+    def _count_stored(self, rows: RowArray, state: int, held: int) -> None:
+        self.state_each[rows] = state
+        self.held += held
+        self.evictable[self.chain_class] += held
+
+    def join_runs(self) -> None:
+        """Say of each row where its run starts."""
+        for first in range(0, self.root, _PART):
+            end = min(first + _PART, self.root)
+            rows = np.arange(first, end)
+            joined = (self.state_each[first:end] == HELD) & (self.parent_each[first:end] == rows - 1)
+            if first == 0:
+                joined[0] = False
+            start = self.start[first - 1] if joined[0] else 0
+            self.start_each[first:end] = np.maximum.accumulate(np.where(joined, start, rows))
+
     # Checking
 
-    def check(self) -> None:
-        """Verify every invariant in O(n log n); raise PactViolation naming the first that does not hold."""
+    def check(self, pins: Sequence[int]) -> None:
+        """Verify every invariant in O(n log n); `pins` are those on each row. Raises PactViolation."""
 
         def require(condition: bool, what: str) -> None:
             if not condition:
                 raise PactViolation(f"the block index lost an invariant: {what}")
 
-        state = [State(value) for value in self._state]
-        known = {row for row in range(self.num_slots) if state[row] in (State.RESERVED, State.SAVED, State.HELD)}
+        state = [State(value) for value in self.state]
+        known = {row for row in range(self.root) if state[row] in (State.RESERVED, State.SAVED, State.HELD)}
         self.space.check()
         free = {row for rows in self.space.free for row in rows}
-        plain = self._is_plain
-        usable = set(range(self.usable_slots if plain else self.num_slots))
-        dropped = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
+        plain = self.is_plain
+        usable = set(range(self.space.usable if plain else self.root))
+        dropped = {row for row in range(self.root) if state[row] in (State.CANCELLED, State.DOOMED)}
         waiting = dropped & usable
-        require(len(known) == len(self), "two keys share a slot")
+        require(len(known) == len(self.keys), "two keys share a slot")
         require(len(known) + len(free) + len(waiting) == len(known | free | waiting), "the slots do not add up")
         require(not plain or known | free | waiting == usable, "a slot is neither known, free nor waiting")
         require(all(state[row] == State.FREE for row in free), "a slot in the free list is in use")
-        require(sorted(self._keys.lists()) == sorted(known), "not exactly the known blocks are in the table of keys")
-        require(all(self._keys.find(self._keys.key(row)) == row for row in known), "keys and slots disagree")
-        reached = self._subtree(self._root)
+        require(sorted(self.keys.lists()) == sorted(known), "not exactly the known blocks are in the table of keys")
+        require(all(self.keys.find(self.keys.key(row)) == row for row in known), "keys and slots disagree")
+        reached = self.subtree(self.root)
         require(len(set(reached)) == len(reached), "a block is reached twice")
-        require(set(reached) - {self._root} == known, "the chains do not reach exactly the known blocks")
-        holds = [pins + (state[row] in (RESERVED, SAVED, CANCELLED)) for row, pins in enumerate(self._pins)]
-        needed = {self._root}
+        require(set(reached) - {self.root} == known, "the chains do not reach exactly the known blocks")
+        holds = [pins + (state[row] in (RESERVED, SAVED, CANCELLED)) for row, pins in enumerate(pins)]
+        needed = {self.root}
         for holder in [row for row in known | dropped if holds[row]]:
             row = holder
             while row not in needed:
                 needed.add(row)
-                row = self._parent[row]
-        for row in needed - {self._root}:
-            holds[self._parent[row]] += 1
-        holds[self._root] += 1
-        require(min(self._pins) >= 0 and sum(self._pins) == self._pinned, "the number of pins is wrong")
-        for row in known | free | dropped | {self._root}:
-            require(self._holds[row] == holds[row], f"slot {row} counts {self._holds[row]} holds and has {holds[row]}")
+                row = self.parent[row]
+        for row in needed - {self.root}:
+            holds[self.parent[row]] += 1
+        holds[self.root] += 1
+        for row in known | free | dropped | {self.root}:
+            require(self.holds[row] == holds[row], f"slot {row} counts {self.holds[row]} holds and has {holds[row]}")
         for row in known | dropped:
-            run = range(self._start[row] + 1, row + 1)
-            require(all(self._parent[each] == each - 1 for each in run), f"the run of slot {row} starts later")
+            run = range(self.start[row] + 1, row + 1)
+            require(all(self.parent[each] == each - 1 for each in run), f"the run of slot {row} starts later")
         for row in known:
-            parent = self._parent[row]
+            parent = self.parent[row]
             require(state[parent] in (State.RESERVED, State.SAVED, State.HELD), f"slot {row} has lost its parent")
             require((state[row] != State.HELD) or state[parent] == State.HELD, f"slot {row} is held without its parent")
             require((state[row] != State.SAVED) or state[parent] != State.HELD, f"slot {row} waits for a held parent")
-            require(not self._is_side[parent], f"slot {row} hangs on slot {parent}, a side block")
-            if self._evictable_leaf(row):
-                require(self._policy.queued(row), f"slot {row} could be evicted and is not queued")
+            require(not self.is_side[parent], f"slot {row} hangs on slot {parent}, a side block")
+            if self.evictable_leaf(row):
+                require(self.policy.queued(row), f"slot {row} could be evicted and is not queued")
         require(all(holds[row] for row in dropped), "a dropped slot that nothing needs is not free")
-        require(self._held == sum(state[row] == State.HELD for row in known), "the number of held blocks is wrong")
-        for slot_class, evictable in enumerate(self._evictable):
+        require(self.held == sum(state[row] == State.HELD for row in known), "the number of held blocks is wrong")
+        for slot_class, evictable in enumerate(self.evictable):
             rows = [row for row in known if holds[row] == 0 and self.space.class_of(row) == slot_class]
             require(evictable == len(rows), f"the number of evictable blocks of class {slot_class} is wrong")
-        require(len(self._policy) <= self.num_slots, "the eviction queue has outgrown the slots")
-        self._policy.check()
+        require(len(self.policy) <= self.root, "the eviction queue has outgrown the slots")
+        self.policy.check()
 
 
 def _starts(follows: np.ndarray) -> RowArray:
