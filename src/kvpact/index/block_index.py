@@ -129,12 +129,13 @@ class BlockIndex:
 
         Neighbours are a range. A step for each run.
         """
-        start, parent, runs = self._table.start, self._table.parent, list[range]()
+        table = self._table
+        runs: list[range] = []
         while count > 0:
-            first = max(start[row], row - count + 1)
+            first = max(table.start[row], row - count + 1)
             runs.append(range(first, row + 1))
             count -= row + 1 - first
-            row = parent[first]
+            row = table.parent[first]
         return runs[0] if len(runs) == 1 else [row for run in reversed(runs) for row in run]
 
     def find_each(self, keys: Sequence[BlockKey]) -> RowArray:
@@ -160,7 +161,8 @@ class BlockIndex:
 
         Raises PactViolation if the key is unknown.
         """
-        table, keys = self._table, list[BlockKey]()
+        table = self._table
+        keys: list[BlockKey] = []
         row = table.root if key == ROOT else self.slot(key)
         while row != table.root:
             keys.append(table.keys.key(row))
@@ -319,7 +321,8 @@ class BlockIndex:
         blocks after them were waiting). Parents come before children. Raises PactViolation, and changes nothing, if a
         slot has no writer.
         """
-        table, became_held = self._table, list[BlockKey]()
+        table = self._table
+        became_held: list[BlockKey] = []
         at = selection(slots) if len(slots) >= FEW else None
         table.require_writers(slots, at)
         if at is not None and table.save_chain(slots, at, became_held):
@@ -336,7 +339,8 @@ class BlockIndex:
 
         Returns what `drop` returns. Raises PactViolation, and changes nothing, if a slot has no writer.
         """
-        table, removed = self._table, list[tuple[BlockKey, int]]()
+        table = self._table
+        removed: list[tuple[BlockKey, int]] = []
         table.require_writers(slots)
         for slot in slots:
             if table.state[slot] == RESERVED:
@@ -403,7 +407,8 @@ class BlockIndex:
 
     def clear(self) -> list[tuple[BlockKey, int]]:
         """Forget every block, as `drop` does for one chain."""
-        table, removed = self._table, list[tuple[BlockKey, int]]()
+        table = self._table
+        removed: list[tuple[BlockKey, int]] = []
         while (first := table.first_child[table.root]) != NONE:
             removed += table.remove(first)
         return removed
