@@ -183,6 +183,14 @@ class Scene:
         self.load(request, match)
         assert self.holds_content(request, range(num_tokens // BLOCK_SIZE))
 
+    def forget_memory(self) -> None:
+        """All blocks go from memory; tiers keep theirs."""
+        self.cache.index.clear()
+
+    def room(self) -> int:
+        """Slots that a new prompt would get now: all but those that a lease, a copy or a write still needs."""
+        return self.cache.index.reservable()
+
     # What workers do
 
     def execute(self, work: StepWork, rank: int) -> dict[int, JobOutcome]:

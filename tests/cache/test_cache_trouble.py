@@ -30,7 +30,7 @@ class SteppedScene(Scene):
         self.run_cold(request)
         self.queue.advance()
         self.cache.end_step()
-        self.cache.index.clear()
+        self.forget_memory()
 
 
 def request(blocks: int, name: str = "r") -> SceneRequest:
@@ -160,7 +160,7 @@ def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path:
     scene = SteppedScene(tmp_path)
     scene.cache.budget.limit = 0.0
     scene.run_cold(request(3, "first"))
-    scene.cache.index.clear()
+    scene.forget_memory()
     for _ in range(2):
         scene.cache.end_step()
     assert not scene.cache.has_pending_work

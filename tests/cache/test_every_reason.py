@@ -34,9 +34,6 @@ class Situation(Scene):
         self.queue.advance()
         self.cache.end_step()
 
-    def only_on_disk(self) -> None:
-        self.cache.index.clear()
-
     def commit(self, name: str = "again", seed: int = 0) -> SceneRequest:
         asking = request(name, seed=seed)
         match = self.prepare(asking)
@@ -92,7 +89,7 @@ def request_finished(place: Path) -> Scene:
 
 def tier_too_late(place: Path) -> Scene:
     scene = Situation(place, prepare_deadline=1)
-    scene.only_on_disk()
+    scene.forget_memory()
     again = request("again")
     assert scene.cache.prepare_external_match(again, 0) is None
     scene.now += 2
@@ -108,7 +105,7 @@ def never_asked(place: Path) -> Scene:
 
 def tier_failed(place: Path) -> Scene:
     scene = Situation(place)
-    scene.only_on_disk()
+    scene.forget_memory()
     scene.faults.arm(Operation.GET, Fault.ERROR, times=10)
     again = request("again")
     assert scene.cache.prepare_external_match(again, 0) is None
@@ -172,7 +169,7 @@ def spared(place: Path) -> Scene:
 
 def read_from_disk(place: Path) -> Scene:
     scene = Situation(place)
-    scene.only_on_disk()
+    scene.forget_memory()
     again = request("again")
     assert scene.cache.prepare_external_match(again, 0) is None
     scene.queue.advance()

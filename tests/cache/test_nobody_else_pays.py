@@ -139,7 +139,7 @@ def test_p14_an_ill_tier_costs_its_own_hits_only(ward: Ward, sickness: Sickness)
     ward.ill.cure()
     ward.skew += 120.0
     ward.settle()
-    assert not ward.cache.ledger.open_plans()
+    assert ward.cache.observe()["open_plans"] == 0
 
 
 RANKS = {
@@ -167,7 +167,7 @@ def test_p14_a_load_that_a_rank_does_not_carry_out_costs_its_own_hits_only(ward:
         assert isinstance(worker, SimulatedWorker)
         worker.go_on()
     ward.settle()
-    assert not ward.cache.ledger.open_plans()
+    assert ward.cache.observe()["open_plans"] == 0
     assert ward.wrong == []
 
 
@@ -183,7 +183,7 @@ def test_p14_blocks_that_another_connector_failed_to_load_cost_their_own_request
     ward.skew += 2 * LOAD_DEADLINE_S
     ward.run(patient)
     ward.settle()
-    assert not ward.cache.ledger.open_plans()
+    assert ward.cache.observe()["open_plans"] == 0
 
 
 SWAPS_THE_FOLDER = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpact.contract import DROPPED, POSTPONED_STEPS, ExternalMatchExit
-from kvpact.metrics import EndReason, MissReason, series
+from kvpact.metrics import MEMORY, EndReason, MissReason, series
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens
 
@@ -26,7 +26,7 @@ class DiskScene(Scene):
             for _ in range(3):
                 self.step()
         assert self.count("written_blocks", "disk") == len(seeds) * blocks
-        self.cache.index.clear()
+        self.forget_memory()
 
     def step(self) -> None:
         """The end of a step in which nothing is computed."""
@@ -59,9 +59,9 @@ def scene() -> Scene:
 @pytest.mark.parametrize("reason", sorted(DROPPED))
 def test_h01_a_dropped_match_holds_nothing_from_that_very_call_on(scene: Scene, reason: ExternalMatchExit) -> None:
     match = scene.prepare(prompt("r", 0))
-    assert scene.cache.ledger.totals.leases_held == 1
+    assert scene.cache.observe()["leases_held"] == 1
     scene.cache.abort_external_match("r", match, reason)
-    assert (scene.cache.ledger.totals.leases_held, scene.cache.index.pinned_count) == (0, 0)
+    assert (scene.cache.observe()["leases_held"], scene.room()) == (0, 16)
     assert scene.cache.observe()[series("plans_ended", EndReason(reason))] == 1
 
 
@@ -76,10 +76,10 @@ def test_a_postponed_match_is_kept_for_some_steps_and_ends_with_its_reason(
         scene.cache.end_step()
     assert scene.prepare(request).query_result is match.query_result
     for _ in range(POSTPONED_STEPS + 1):
-        assert scene.cache.ledger.totals.leases_held == 1
+        assert scene.cache.observe()["leases_held"] == 1
         scene.cache.postpone_external_match("r", reason)
         scene.cache.end_step()
-    assert scene.cache.ledger.totals.leases_held == 0
+    assert scene.cache.observe()["leases_held"] == 0
     shot = scene.cache.observe()
     assert (shot[series("plans_ended", EndReason(reason))], shot[series("plans_opened")]) == (1, 1)
 
@@ -90,7 +90,7 @@ def test_h02_a_head_that_is_blocked_for_long_has_one_plan(scene: Scene) -> None:
         assert scene.prepare(request).num_tokens == 16
         scene.cache.postpone_external_match("r", ExternalMatchExit.NO_BLOCKS)
         scene.cache.end_step()
-    assert (scene.cache.ledger.totals.plans_opened, scene.cache.ledger.totals.leases_taken) == (1, 1)
+    assert (scene.cache.observe()["plans_opened"], scene.cache.ledger.totals.leases_taken) == (1, 1)
 
 
 def test_a_postponement_without_a_plan_or_of_a_load_changes_nothing(scene: Scene) -> None:
@@ -151,7 +151,7 @@ def test_a_save_gets_the_slots_of_postponed_matches() -> None:
     scene.cache.postpone_external_match("r", ExternalMatchExit.MAX_RUNNING)
     scene.report(scene.cache.end_step())
     scene.run_cold(prompt("other", 9, 8))
-    assert scene.cache.index.held_count == 8
+    assert scene.cache.observe()[series("held_blocks", MEMORY)] == 8
     shot = scene.cache.observe()
     assert (shot[series("plans_ended", EndReason.MAX_RUNNING)], shot[series("dropped_blocks")]) == (1, 0)
 
@@ -170,7 +170,7 @@ def test_two_requests_that_wait_do_not_take_each_others_slots_in_turn(tmp_path: 
         scene.step()
     assert answers == {("first", None), ("first", 16), ("second", 0)}
     assert scene.count("read_blocks", "disk") == 4
-    assert scene.cache.ledger.totals.plans_opened == 2  # read, and promised: the read ends in a plan of its own range
+    assert scene.cache.observe()["plans_opened"] == 2  # read, and promised: the read ends in a plan of its own range
 
 
 def test_a_match_given_up_for_others_is_read_again_when_its_turn_comes_although_it_waited_before(
@@ -198,7 +198,7 @@ def test_a_read_that_nobody_came_back_for_is_begun_again_when_its_turn_comes(tmp
         scene.step()
     assert scene.count("plans_ended", EndReason.NOT_REACHED) == 1
     scene.now += 60
-    scene.cache.index.clear()
+    scene.forget_memory()
     assert scene.promised(behind) == 16
 
 

@@ -554,7 +554,7 @@ def test_p11_a_request_for_which_there_is_no_time_is_a_miss_once(make_scene: Cal
     match = scene.prepare(request)
     assert match.num_tokens == 32, "asked again with more time, it gets what is there"
     scene.cache.decline_external_match(request, 0)
-    assert not scene.cache.ledger.open_plans(), "a plan that the engine does not hear of is over"
+    assert scene.cache.observe()["open_plans"] == 0, "a plan that the engine does not hear of is over"
     scene.cache.check()
 
 

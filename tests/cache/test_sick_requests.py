@@ -105,7 +105,7 @@ def test_h62_a_promise_ends_when_what_the_request_brings_has_no_name_any_more() 
     assert scene.prepare(request).num_tokens
     request.identity = RequestIdentity(media=(MediaSpan(0, 2, "image:\ud800"),))
     assert scene.prepare(request).num_tokens == 0, "its first block is another one now"
-    assert not scene.cache.ledger.open_plans()
+    assert scene.cache.observe()["open_plans"] == 0
     assert scene.prepare(SceneRequest("again", [*HEALTHY])).num_tokens
     scene.cache.request_finished("r")
     scene.cache.request_finished("again")

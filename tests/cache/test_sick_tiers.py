@@ -100,7 +100,7 @@ def hang_in_reads(scene: Scene, reads: Gate, prompts: int) -> list[int]:
     for seed in range(prompts):
         scene.run_cold(request(f"stored-{seed}", seed))
         scene.settle_tiers()
-    scene.cache.index.clear()
+    scene.forget_memory()
     reads.shut()
     return [steps_told_to_wait(scene, request(f"asked-{seed}", seed)) for seed in range(prompts)]
 
@@ -115,7 +115,7 @@ def test_h61_a_disk_that_hangs_is_left_alone_and_leaves_the_arena_to_others(tmp_
     )
     waited = hang_in_reads(scene, reads, prompts=10)
     assert sum(steps >= 5 for steps in waited) <= 3, f"so many wait their whole deadline of 5 steps: {waited}"
-    assert scene.cache.index.reservable() >= SLOTS // 2
+    assert scene.room() >= SLOTS // 2
     shot = scene.cache.observe()
     assert shot[series("open_breakers", "disk")] == 1
     assert shot[series("open_breakers", "other")] == 0
@@ -125,7 +125,7 @@ def test_h61_a_disk_that_hangs_is_left_alone_and_leaves_the_arena_to_others(tmp_
     reads.open()
     scene.settle_tiers()
     scene.now += 10.0
-    scene.cache.index.clear()
+    scene.forget_memory()
     assert scene.prepare(request("back", 9)).num_tokens == BLOCKS * BLOCK_SIZE
     assert scene.cache.observe()[series("open_breakers", "disk")] == 0
 
@@ -159,7 +159,7 @@ def test_h61_a_disk_whose_writes_hang_keeps_half_of_the_arena_at_most(tmp_path: 
     time.sleep(0.1)
     for _ in range(3):
         scene.cache.end_step()
-    assert scene.cache.index.reservable() >= SLOTS // 2
+    assert scene.room() >= SLOTS // 2
     for seed in range(100, 108):
         scene.run_cold(request(f"saved-{seed}", seed))
         assert scene.prepare(request(f"again-{seed}", seed)).num_tokens == BLOCKS * BLOCK_SIZE
@@ -169,7 +169,7 @@ def test_h61_a_disk_whose_writes_hang_keeps_half_of_the_arena_at_most(tmp_path: 
     scene.settle_tiers()
     scene.run_cold(request("afterwards", 300))
     scene.settle_tiers()
-    scene.cache.index.clear()
+    scene.forget_memory()
     assert scene.prepare(request("from disk", 300)).num_tokens == BLOCKS * BLOCK_SIZE
 
 
@@ -242,7 +242,7 @@ def until(scene: Scene, condition: Callable[[], bool]) -> None:
 
 def promised(scene: Scene, seed: int) -> int:
     """Blocks of a prompt that can be had, by nobody's doing but the tiers'."""
-    scene.cache.index.clear()
+    scene.forget_memory()
     asked = request("promised", seed)
     blocks = scene.prepare(asked).num_tokens // BLOCK_SIZE
     scene.cache.request_finished("promised")
@@ -462,7 +462,7 @@ def test_h61_a_store_that_answers_and_never_delivers_is_left_alone_too() -> None
     waited = [steps_told_to_wait(scene, each) for each in prompts]
 
     assert sum(steps >= 5 for steps in waited) <= 3, f"so many wait their whole deadline of 5 steps: {waited}"
-    assert scene.cache.index.reservable() >= SLOTS // 2
+    assert scene.room() >= SLOTS // 2
     store.gate.open()
     scene.settle_tiers()
     scene.now += 10.0

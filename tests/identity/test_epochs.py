@@ -16,6 +16,7 @@ import pytest
 from epoch_engine import EpochEngine, disk, prompt, store
 from kvpact.contract import WorkerReport
 from kvpact.identity.epochs import Epoch
+from kvpact.metrics import MEMORY, series
 from kvpact.tiers.base import SupportsScan, Tier
 from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordPieces, StoreError
 from kvpact.tiers.shared.tier import SharedTier
@@ -211,12 +212,13 @@ def test_p13_blocks_of_older_epochs_go_first_when_room_is_needed(
     """A reset itself frees nothing: it may be the beginning of a sleep."""
     engine = started(disk(tmp_path), num_slots=24)
     engine.store(DOCUMENT)
-    held = engine.cache.index.held_count
+    held_blocks = series("held_blocks", MEMORY)
+    assert engine.cache.observe()[held_blocks] == 8
     engine.engine.update_weights(1)
-    assert engine.cache.index.held_count == held == 8
+    assert engine.cache.observe()[held_blocks] == 8
     newer = [prompt(8, seed) for seed in (11, 12, 13)]
     engine.store(*newer)
-    assert engine.cache.index.held_count == 24
+    assert engine.cache.observe()[held_blocks] == 24
     assert [engine.serve(tokens) for tokens in newer] == [STORED] * 3, "nothing of this epoch was evicted for the old"
     require_right(engine)
 

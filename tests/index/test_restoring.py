@@ -118,12 +118,12 @@ def test_a_chain_costs_few_steps_however_it_lies(backwards: bool, monkeypatch: p
         return search(slots, rows)
 
     monkeypatch.setattr(np, "searchsorted", counted)
-    index.begin_restore()
+    restoring = index.begin_restore()
     for first in range(0, count, 500):
         part = slice(first, first + 500)
-        index.restore_some(np.arange(first, first + 500), names[part], parents[part], np.ones(500))
-    assert len(index.settle_restore()) == 0
-    index.end_restore(index.order_of_use())
+        restoring.add(np.arange(first, first + 500), names[part], parents[part], np.ones(500))
+    assert len(restoring.settle()) == 0
+    restoring.end(restoring.order_of_use())
     index.check()
     assert index.held_count == count
     assert len(looked_at) <= 9

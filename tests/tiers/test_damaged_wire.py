@@ -61,7 +61,7 @@ def load(scene: Scene, name: str, seed: int) -> int:
     scene.report(scene.cache.end_step())
     scene.cache.request_finished(name)
     scene.settle_tiers(20.0)
-    scene.cache.index.clear()
+    scene.forget_memory()
     scene.now += 1.0
     return blocks
 

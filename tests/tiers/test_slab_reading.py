@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from numpy.typing import NDArray
 
-from kvpact.index.block_index import BlockIndex
 from kvpact.index.key_table import RowArray
+from kvpact.index.restoring import Restoring
 from kvpact.tiers.base import HEADER_BYTES, chained
 from kvpact.tiers.disk import header_table, own_slab
 from kvpact.tiers.disk.header_table import PIECE_SLOTS
@@ -181,14 +181,14 @@ print(tier.capacity().blocks, grown)
 
 
 def test_h58_no_lookup_waits_for_the_reader_of_a_large_table(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_its_end, goes_on, end_restore = threading.Event(), threading.Event(), BlockIndex.end_restore
+    at_its_end, goes_on, end = threading.Event(), threading.Event(), Restoring.end
 
-    def slow(index: BlockIndex, order: RowArray) -> None:
+    def slow(restoring: Restoring, order: RowArray) -> None:
         at_its_end.set()
         assert goes_on.wait(20)
-        end_restore(index, order)
+        end(restoring, order)
 
-    monkeypatch.setattr(BlockIndex, "end_restore", slow)
+    monkeypatch.setattr(Restoring, "end", slow)
     reader = threading.Thread(target=tier.tend)
     reader.start()
     assert at_its_end.wait(20)

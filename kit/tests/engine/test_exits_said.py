@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from pact import pact_engine
 from test_exits import NO_REUSE, PREFIX, SILENT, Diary, assert_ends_right, blocker, warm_engine, warm_request
 from workloads import Chance, prompt, workload
 
+from kvpact.cache.cache import PactCache
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.errors import ConfigError
 from kvpact.identity.keys import RequestIdentity
+from kvpact.metrics import EndReason, series
 from kvpact_testkit.engine import (
     ByteSegment,
     Engine,
@@ -237,8 +240,7 @@ def test_kvpacts_own_cache_ends_its_plans_with_the_exits_of_the_engine() -> None
     engine.run(max_steps=1) if not engine.has_work else engine.step()
     engine.unpause()
     engine.run()
-    ended = {reason for reason, count in engine.cache.ledger.totals.ended.items() if count}  # type: ignore[union-attr]
-    assert "not_renewed" not in ended
+    assert cast(PactCache, engine.cache).observe()[series("plans_ended", EndReason.NOT_RENEWED)] == 0
     assert engine.counts.postponed[ExternalMatchExit.NO_BLOCKS] > 0
     engine.check_nothing_held()
 

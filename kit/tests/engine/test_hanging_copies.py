@@ -38,8 +38,8 @@ def go_on(engine: Engine) -> None:
     engine.check_nothing_held()
     cache = cast(PactCache, engine.cache)
     cache.check()
-    assert not cache.ledger.open_plans()
-    assert cache.ledger.totals.leases_held == 0
+    assert cache.observe()["open_plans"] == 0
+    assert cache.observe()["leases_held"] == 0
 
 
 @pytest.mark.parametrize("preset", PRESETS)

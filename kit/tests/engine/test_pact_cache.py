@@ -19,8 +19,8 @@ PRESETS = {**EngineQuirks.presets(), "native-ahead": EngineQuirks(async_scheduli
 
 def nothing_held(cache: PactCache) -> None:
     cache.check()
-    assert not cache.ledger.open_plans()
-    assert cache.ledger.totals.leases_held == 0
+    assert cache.observe()["open_plans"] == 0
+    assert cache.observe()["leases_held"] == 0
     assert not cache.has_pending_work
 
 

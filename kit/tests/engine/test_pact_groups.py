@@ -18,6 +18,7 @@ from dictionary_tier import DictionaryTier
 from kvpact.cache.cache import PactCache
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import Namespace
+from kvpact.metrics import MEMORY, series
 from kvpact.tiers.base import Tier
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.engine import EngineConfig, EngineQuirks, JobBehavior, Request
@@ -45,7 +46,7 @@ def test_a_prompt_that_was_seen_is_loaded(groups: tuple[KVCacheGroup, ...]) -> N
         engine.run()
     cache.check()
     assert outputs_of(engine)["first"] == outputs_of(engine)["second"]
-    assert cache.ledger.totals.used_tokens == 192
+    assert cache.observe()["used_tokens"] == 192
     nothing_held(cache)
 
 
@@ -61,7 +62,7 @@ def test_between_two_chunks_of_all_layers_there_is_nothing_to_load(
         engine.add_request(Request(name, prompt(200), 4))
         engine.run()
     assert outputs_of(engine)["first"] == outputs_of(engine)["second"]
-    assert cache.ledger.totals.used_tokens == promised
+    assert cache.observe()["used_tokens"] == promised
     nothing_held(cache)
 
 
@@ -129,7 +130,7 @@ def test_h05_a_match_of_full_attention_may_be_cut_anywhere(groups: tuple[KVCache
         engine.add_request(Request(name, prompt(200), 4))
         engine.run()
     assert outputs_of(engine)["first"] == outputs_of(engine)["second"]
-    assert cache.ledger.totals.used_tokens == 140
+    assert cache.observe()["used_tokens"] == 140
     nothing_held(cache)
 
 
@@ -151,7 +152,7 @@ def test_two_prompts_that_part_behind_a_block_have_a_draft_block_each(groups: tu
         engine.add_request(Request(str(number), tokens, 4))
         engine.run()
     parted = 128 - GroupSet(groups).alignment if any(group.kind is FULL for group in groups) else 0
-    assert cache.ledger.totals.used_tokens == parted + 2 * 160
+    assert cache.observe()["used_tokens"] == parted + 2 * 160
     nothing_held(cache)
 
 
@@ -168,8 +169,9 @@ def test_a_draft_block_is_saved_once_the_next_token_is_known(
     held = {0: 0}
     while engine.has_work:
         engine.step()
-        if cache.index.held_count > max(held.values()):
-            held[len(request.token_ids)] = cache.index.held_count
+        now = int(cache.observe()[series("held_blocks", MEMORY)])
+        if now > max(held.values()):
+            held[len(request.token_ids)] = now
     assert held == {0: 0} | dict(zip((97, 98, 114, 130), blocks, strict=True))
     nothing_held(cache)
 
@@ -227,8 +229,8 @@ def test_after_a_restart_all_groups_are_read_from_a_tier(kind: str, groups: tupl
     longer = before.ask("longer", [*tokens, *expected, *prompt(50, seed=1)])
     before.end()
     assert after.ask("again", tokens) == expected
-    assert after.cache.ledger.totals.used_tokens == 192
+    assert after.cache.observe()["used_tokens"] == 192
     assert after.ask("longer again", [*tokens, *expected, *prompt(50, seed=1)]) == longer
     alignment = GroupSet(groups).alignment
-    assert after.cache.ledger.totals.used_tokens == 192 + 253 // alignment * alignment
+    assert after.cache.observe()["used_tokens"] == 192 + 253 // alignment * alignment
     after.end()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpact.errors import PactViolation
 from kvpact.index.key_table import RowArray, zeros
@@ -94,13 +95,13 @@ class LeastRecentlyUsed:
     only ever make a slot younger, so a record is a lower bound, corrected when it comes up.
     """
 
-    __slots__ = ("_queued", "_queues", "_used", "tick", "used_each")
+    __slots__ = ("_queued", "_queues", "tick", "used", "used_each")
 
     def __init__(self, num_slots: int, classes: int = 1) -> None:
         self.tick = 0
         """Uses since the start. For reading only."""
-        self.used_each, self._used = zeros(num_slots, "i8")
-        """Per slot when it was last used, as an array, for reading."""
+        self.used_each, self.used = zeros(num_slots, "i8")
+        """Per slot when it was last used, in uses since the start (an order, not a time). For reading only."""
         self._queues = [_Queue() for _ in range(classes)]
         self._queued = bytearray(num_slots)
         """Per slot the class in whose queue its record counts, plus 1; 0 without one."""
@@ -108,7 +109,7 @@ class LeastRecentlyUsed:
     def touch(self, slot: int) -> None:
         """Make `slot` the most recently used."""
         self.tick += 1
-        self._used[slot] = self.tick
+        self.used[slot] = self.tick
 
     def touch_each(self, slots: slice | Sequence[int] | RowArray) -> None:
         """Make each of `slots` the most recently used, one after the other, a slot named twice by its last place."""
@@ -120,18 +121,26 @@ class LeastRecentlyUsed:
     def inherit(self, parent: int, used: int) -> None:
         """Count the last use of a child as one of `parent` too; called when the child is removed, so that a touch costs
         O(1)."""
-        if used > self._used[parent]:
-            self._used[parent] = used
+        if used > self.used[parent]:
+            self.used[parent] = used
 
     def offer(self, slot: int, slot_class: int = 0) -> None:
         """`slot` became evictable. O(log n); nothing happens if it is queued already."""
         if self._queued[slot] != slot_class + 1:
             self._queued[slot] = slot_class + 1
-            self._queues[slot_class].add(self._used[slot], slot)
+            self._queues[slot_class].add(self.used[slot], slot)
 
     def begin_restore(self) -> None:
         """From now on each use is after every number that is stored as the time of a last use."""
         self.tick = int(np.float64(np.inf).view(np.int64))
+
+    def see_stored(self, slots: RowArray, times: NDArray[np.float64]) -> None:
+        """Note when the blocks in these slots were last used, as any numbers that grow with time."""
+        self.used_each[slots] = (np.fmax(times, 0.0) + 0.0).view(np.int64)  # their order is the numbers'
+
+    def stored(self, slot: int) -> float:
+        """The number that `see_stored` was given."""
+        return float(self.used_each[slot : slot + 1].view(np.float64)[0])
 
     def restore(self, slots: RowArray, leaves: RowArray) -> None:
         """Start with `slots`, used one after the other, of which the `leaves`, in the same order, are evictable."""
@@ -163,7 +172,7 @@ class LeastRecentlyUsed:
 
     def first(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:
         """The slot that `take` would return."""
-        queue, mark, used = self._queues[slot_class], slot_class + 1, self._used
+        queue, mark, used = self._queues[slot_class], slot_class + 1, self.used
         due = queue.due
         while due or queue.spans:
             if not due:
@@ -198,14 +207,10 @@ class LeastRecentlyUsed:
                 *((span << _SPAN_SHIFT, slot) for span in queue.later for slot in queue.later[span]),
             ]
             for tick, slot in recorded:
-                if tick > self._used[slot]:
+                if tick > self.used[slot]:
                     raise PactViolation(f"slot {slot} is queued as younger than its last use")
             if min(queue.later, default=queue.due_until + 1) <= queue.due_until:
                 raise PactViolation("a span of the eviction queue is due and not sorted")
-
-    def used(self, slot: int) -> int:
-        """When `slot` was last used, in uses since the start (an order, not a time)."""
-        return self._used[slot]
 
     def queued(self, slot: int) -> bool:
         """Whether `slot` has a record in the queue."""

@@ -84,7 +84,9 @@ class KeyTable:
     # One key
 
     def find(self, key: BlockKey) -> int:
-        """The row of a key; NONE if it is unknown."""
+        """The row of a key; NONE if it is unknown, or empty: the root's."""
+        if not key:
+            return NONE
         first, last = _ENDS(key)
         row: int = self._heads[((first ^ last) * self._factor & _WHOLE) >> self._shift] - 1
         stored, following = self._bytes, self._next

@@ -81,7 +81,7 @@ class SlabContent:
         self._pieces, self._read_to = pieces_of(slab), 0
         self._deleted: set[BlockKey] = set()
         """Blocks that were deleted before the table was read in full: they may be there still."""
-        self.index.begin_restore()
+        self._restoring = self.index.begin_restore()
 
     # Records
 
@@ -185,7 +185,7 @@ class SlabContent:
             at = slice(first, end)  # nothing is asked of the other slots there
             self.digests[at] = headers["digest"][: end - first]
             self.lengths[at] = headers["length"][: end - first]
-            self.index.restore_some(good + first, fields["key"], fields["parent"], fields["used"])
+            self._restoring.add(good + first, fields["key"], fields["parent"], fields["used"])
             self.clock.see(int(1e9 * np.fmin(fields["used"], _LATEST_USE).max(initial=0.0)))
             deleted = [lost for key in self._deleted for lost in self.index.drop(key)]
         if deleted:
@@ -200,12 +200,12 @@ class SlabContent:
     def _end_reading(self) -> None:
         with self.header_lock:
             with self.lock:
-                unusable = self.index.settle_restore().tolist()
+                unusable = self._restoring.settle().tolist()
                 deleted = [slot for key in self._deleted for _, slot in self.index.drop(key)]
             self._forget_headers([*unusable, *deleted])
-        order = self.index.order_of_use()
+        order = self._restoring.order_of_use()
         with self.header_lock, self.lock:
-            self.index.end_restore(order)
+            self._restoring.end(order)
             self._deleted.clear()
             self.reading = False
         del order
