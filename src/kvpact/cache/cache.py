@@ -27,6 +27,7 @@ from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import LRUKeySet, TierSet
+from kvpact.cache.waiting import Told
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
@@ -167,7 +168,9 @@ class PactCache(ExternalCache):
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
         record = self.requests.of(request)
-        if record.waits_at is not None and self._planner.still_waits(request.request_id, record, num_computed_tokens):
+        if record.waiting.told is Told.LATER and self._planner.still_waits(
+            request.request_id, record, num_computed_tokens
+        ):
             return None
         self.saves.note_probe(request.request_id, record, num_computed_tokens)
         return self._planner.prepare(request, record, num_computed_tokens)
@@ -377,6 +380,8 @@ class PactCache(ExternalCache):
         parts = (self.ledger, self.index, self._jobs, self._overdue, self._load_budget, self._prefetcher, self.saves)
         for part in (*parts, self.metrics):
             part.check()
+        for state in self.requests.live.values():
+            state.waiting.check()
         known = self.ledger.known_requests.union(self.saves.lazy.known_requests if self.saves.lazy is not None else ())
         loading = {load.job.request_id for load in self._jobs.loads.values()}
         if gone := known - loading - self.requests.live.keys():

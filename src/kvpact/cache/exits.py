@@ -12,6 +12,7 @@ from kvpact.cache.jobs import PactLedger, PactPlan
 from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.request import Requests
+from kvpact.cache.waiting import Event
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
@@ -69,7 +70,7 @@ class Exits:
         """The plan's request may wait for tiers once more: it was the engine that kept it waiting (P11)."""
         state = self.requests.live.get(plan.request_id)
         if state is not None:
-            state.waits_until = None
+            state.waiting.note(Event.ANEW)
 
     def end_plan(self, request_id: str, reason: EndReason) -> None:
         """End the request's plan, if it has one that is not loading."""

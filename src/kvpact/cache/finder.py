@@ -15,6 +15,7 @@ from kvpact.cache.lookup import Availability, Limits
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
+from kvpact.cache.waiting import Told
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
@@ -48,7 +49,8 @@ class Finder:
     @property
     def asks_shared(self) -> bool:
         """Whether a prepare asks shared tiers."""
-        return self._may_be_shared and self.config.match_at == "schedule" and self.config.prepare_deadline > 0
+        may_wait = self.config.match_at == "schedule" and self.config.prepare_deadline > 0
+        return may_wait and bool(self.tiers.shared) and self._may_be_shared
 
     @property
     def looks_up_at_step(self) -> bool:
@@ -101,10 +103,10 @@ class Finder:
         return loadable if state.invalid_from is None else min(loadable, state.invalid_from)
 
     def deadline(self, state: RequestState) -> float:
-        """Time until which a request may wait for tiers while nothing is read for it."""
+        """Time until which a request may wait for tiers."""
         if self.config.prepare_deadline <= 0:
             return -inf
-        return state.waits_until if state.waits_until is not None else inf
+        return state.waiting.until if state.waiting.until is not None else inf
 
     def find(self, state: RequestState, keys: Sequence[BlockKey], now: float, start: int = 0) -> Availability:
         """Where these blocks of a request are, of which the engine has those before `start`.
@@ -189,7 +191,7 @@ class Finder:
             faster = self._computes_faster(available.stored - first, seconds)
         return Limits(
             self.config.min_match_blocks,
-            has_news and not state.was_put_off and self.budget.exhausted,
+            has_news and state.waiting.told is not Told.PUT_OFF and self.budget.exhausted,
             faster,
             MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED,
         )

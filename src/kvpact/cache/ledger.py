@@ -80,8 +80,8 @@ class Plan(Generic[Lease, Slots]):
     """The cache's record of one match. Only the ledger writes it, but for `slots`, which the cache writes.
 
     `blocks` is the match in engine blocks; its last block may be covered in part. Times are seconds on the caller's
-    clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds the staging while
-    PENDING and the load while LOADING. `postponed` is why the engine did not take the match, as it said after the last
+    clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds the load while
+    LOADING. `postponed` is why the engine did not take the match, as it said after the last
     prepare; the state is as before, since the promise holds.
     """
 
@@ -173,13 +173,12 @@ class Ledger(Generic[Lease, Slots]):
         now: float,
         leases: Iterable[Lease] = (),
         promised_tokens: int = 0,
-        deadline: float = inf,
     ) -> Plan[Lease, Slots]:
         """Open a plan: PLANNED if tokens are promised, PENDING (promising nothing yet) if `promised_tokens` is 0.
 
         An older plan of the request that is not loading yet is superseded: its leases that are also in `leases` move
-        over (do not acquire them again), the others are released. `deadline` is when a PENDING plan must be staged.
-        PactViolation if the older plan is loading, or if the promise does not end in the last of `blocks`.
+        over (do not acquire them again), the others are released. PactViolation if the older plan is loading, or if
+        the promise does not end in the last of `blocks`.
         """
         old = self._open.get(request_id)
         if old is not None:
@@ -191,7 +190,6 @@ class Ledger(Generic[Lease, Slots]):
             slots=slots,
             renewed_at=now,
             renewed_step=self.step,
-            deadline=inf if promised_tokens else deadline,
         )
         if promised_tokens:
             _require_promise(plan, blocks, promised_tokens)
@@ -246,7 +244,7 @@ class Ledger(Generic[Lease, Slots]):
         self._require(plan, Event.PREPARE_READY)
         _require_promise(plan, blocks, promised_tokens)
         self._apply(plan, Event.PREPARE_READY)
-        plan.renewed_at, plan.renewed_step, plan.postponed, plan.deadline = now, self.step, None, inf
+        plan.renewed_at, plan.renewed_step, plan.postponed = now, self.step, None
         self._promise(plan, blocks, promised_tokens)
         self._hold(plan, leases)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from kvpact.cache.exits import Exits
@@ -20,8 +19,9 @@ from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Lookup, Miss, Phase, Stage, Wait, decide
 from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.prefetch import Prefetcher
-from kvpact.cache.request import RequestState, Waiting
+from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
+from kvpact.cache.waiting import Event, Facts, Told
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch, num_blocks_for
 from kvpact.errors import PactViolation
@@ -73,34 +73,38 @@ class Planner:
 
     def still_waits(self, request_id: str, state: RequestState | None, computed_tokens: int) -> bool:
         """Whether a request was told "ask again later" and nothing has changed; if so, its plan is renewed."""
-        if state is None or state.waits_at is None or self.tiers.has_completions:
+        if state is None or state.waiting.told is not Told.LATER or self.tiers.has_completions:
             return False
         plan, now = self.ledger.find(request_id), self.clock()
-        if state.waits_at != Waiting(computed_tokens, self.tiers.completions, plan):
-            return False
-        if state.waits_until is None or now >= state.waits_until:
+        facts = Facts(computed_tokens, self.tiers.completions, plan)
+        if state.waiting.facts != facts or not state.waiting.may_wait(now):
             return False
         if plan is not None:
             self.ledger.renew(plan, now)
         return True
 
     def begin_waiting(self, state: RequestState) -> None:
-        """The request is told "ask again later": its deadline begins, unless it has begun."""
-        if state.waits_until is None:
-            state.waits_until = self.clock() + self.config.prepare_deadline
+        """The request was told "ask again later" before it was asked for: its deadline runs."""
+        state.waiting.note(Event.AHEAD, self.clock() + self.config.prepare_deadline)
 
     def prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`: a match, or None for "ask again later"."""
-        state.was_put_off, state.put_off, state.waits_at = state.put_off, False, None
+        waiting = state.waiting
+        if waiting.told is Told.LATER:
+            waiting.note(Event.CHANGED)
         self.load_budget.release(request.request_id)
-        match = self._prepare(request, state, computed_tokens)
-        if match is None and not state.put_off:
-            state.waits_at = Waiting(computed_tokens, self.tiers.completions, self.ledger.find(request.request_id))
-        return match
+        answer = self._prepare(request, state, computed_tokens)
+        if isinstance(answer, ExternalKVMatch):
+            waiting.note(Event.ANSWERED)
+            return answer
+        facts = Facts(computed_tokens, self.tiers.completions, self.ledger.find(request.request_id))
+        until = self.clock() + self.config.prepare_deadline
+        waiting.note(Event.PUT_OFF if answer.put_off else Event.LATER, until, None if answer.put_off else facts)
+        return None
 
     def decline(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> None:
         """Called instead of `prepare` in a step without time for it: the request is a miss."""
-        state.waits_at, state.put_off = None, False
+        state.waiting.note(Event.DECLINED)
         self.load_budget.release(request.request_id)
         start = computed_tokens // self.groups.block_size
         if 0 < self.finder.loadable_blocks(request) <= start:
@@ -108,7 +112,7 @@ class Planner:
         else:
             self._miss(request.request_id, state, start, Miss(MissReason.DEADLINE))
 
-    def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
+    def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | Wait:
         name, start = request.request_id, computed_tokens // self.groups.block_size
         loadable = self.finder.loadable_blocks(request)
         if 0 < loadable <= start:
@@ -131,9 +135,7 @@ class Planner:
             return self._match(plan)
         keys = self.finder.keys_to(request, state, start, usable)
         if keys is None:
-            state.put_off = True
-            self.begin_waiting(state)
-            return None
+            return Wait(put_off=True)
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
         return self._look_up(_Probe(name, state, keys, start, plan, now))
@@ -148,11 +150,11 @@ class Planner:
             return MissReason.CROWDED
         return MissReason.OVERDUE if self.overdue.is_stuck else None
 
-    def _look_up(self, probe: _Probe) -> ExternalKVMatch | None:
+    def _look_up(self, probe: _Probe) -> ExternalKVMatch | Wait:
         """Collect the facts once, decide, and carry that out."""
         state, plan = probe.state, probe.plan
         completions, asked = self.tiers.completions, state.tier_lookup
-        deadline = plan.deadline if plan is not None else self.finder.deadline(state)
+        deadline = self.finder.deadline(state)
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
             self.tiers.poll()
         keys = probe.keys if plan is None or not self.groups.groups.sides else probe.keys[: plan.blocks.end]
@@ -169,11 +171,12 @@ class Planner:
         limits = self.finder.limits(state, available, probe.start, has_news=has_news)
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):
-            self._wait(probe, decision)
-            return None
+            if plan is None:
+                self.exits.end_plan(probe.request_id, EndReason.SUPERSEDED)
+            return decision
         if isinstance(decision, Stage):
             if self._stage(probe, decision.end, available):
-                return None
+                return Wait()
             decision = decision.otherwise
         if decision.reason is MissReason.RECOMPUTE_FASTER and state.last_lookup != probe.start:
             self.metrics.add("declined_blocks", available.stored - max(available.resident, probe.start))
@@ -189,13 +192,6 @@ class Planner:
         return max(state.tier_lookup.hits.values(), default=0) if state.tier_lookup is not None else 0
 
     # What was decided
-
-    def _wait(self, probe: _Probe, decision: Wait) -> None:
-        state = probe.state
-        state.put_off = decision.put_off
-        if probe.plan is None:
-            self.exits.end_plan(probe.request_id, EndReason.SUPERSEDED)
-            self.begin_waiting(state)
 
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
@@ -242,7 +238,7 @@ class Planner:
     def _let_tiers_go(self, probe: _Probe) -> None:
         """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""
         if probe.plan is not None:
-            probe.state.waits_until = probe.now
+            probe.state.waiting.note(Event.OVER, probe.now)
         if probe.state.tier_lookup is not None:
             probe.state.tier_lookup.give_up(late=True)
 
@@ -261,8 +257,6 @@ class Planner:
     def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
         state, keys, now = probe.state, probe.keys, probe.now
         self._count_lookup(state, blocks.start, True if promised else None)
-        if not promised:
-            self.begin_waiting(state)
         self.index.touch(keys[blocks.end - 1])
         if promised:
             slots, leases = self.groups.lease(state, keys, blocks)
@@ -276,7 +270,6 @@ class Planner:
             now=now,
             leases=leases,
             promised_tokens=blocks.count * self.groups.block_size if promised else 0,
-            deadline=inf if promised or state.waits_until is None else state.waits_until,
         )
 
     def _match(self, plan: PactPlan) -> ExternalKVMatch:

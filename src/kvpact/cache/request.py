@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from kvpact.cache.jobs import PactPlan
+from kvpact.cache.waiting import Event, Told, Waiting
 from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import KEY_BYTES, BlockKey, BlockKeys, RequestIdentity
@@ -42,15 +41,6 @@ class TierLookup:
         self.pending.clear()
 
 
-class Waiting(NamedTuple):
-    """The facts behind "ask again later": while they are equal, nothing has changed."""
-
-    computed_tokens: int
-    completions: int
-    """How many completions of tiers `TierSet` has counted."""
-    plan: PactPlan | None
-
-
 @dataclass(slots=True)
 class RequestState:
     """What the cache knows of one live request. A request without `keys` (its identity is unknown) is not cached."""
@@ -70,14 +60,8 @@ class RequestState:
     """Number of blocks that need not be offered for saving again."""
     invalid_from: int | None = None
     """The first block that failed to load: neither it nor later ones are promised to this request again (H09)."""
-    waits_until: float | None = None
-    """When "ask again later" ends for this request, however often its range changes (P11)."""
-    put_off: bool = False
-    """Whether the running probe is put off because the step has used its budget."""
-    was_put_off: bool = False
-    """Whether the last probe was put off: two in a row never are."""
-    waits_at: Waiting | None = None
-    """The facts of the last "ask again later"; None after another answer."""
+    waiting: Waiting = field(default_factory=Waiting)
+    """What it was told, and how long it may be told "ask again later"."""
     last_lookup: int = -1
     """First block of the last counted lookup; a blocked request that asks in each step is counted once (H02)."""
     found: bool | None = None
@@ -126,7 +110,9 @@ class RequestState:
 
     def commit(self, num_tokens: int) -> None:
         """The engine takes `num_tokens` more from the cache."""
-        self.waits_until, self.tail_tag, self.quiet_until = None, self.tag, 0
+        if self.waiting.until is not None:
+            self.waiting.note(Event.ANEW)
+        self.tail_tag, self.quiet_until = self.tag, 0
         self.computed += num_tokens
         self.loads_without_progress += 1
 
@@ -209,7 +195,8 @@ class Requests:
             state.keys = BlockKeys(*root, ahead=self.tokens_ahead)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
         state.side_keys.clear()
-        state.waits_at = None
+        if state.waiting.told is Told.LATER:
+            state.waiting.note(Event.CHANGED)
         self.renamed(request_id, state, kept)
 
     def not_again(self, request_id: str, first: int) -> None:
