@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 from kvpact.cache.budget import StepBudget
-from kvpact.cache.exits import Exits
 from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import PactLedger, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
+from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
 from kvpact.cache.offload import Offloader
@@ -80,7 +80,6 @@ class PactCache(ExternalCache):
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = index_of(arena, groups, classes)
-        self.ledger = ledger = PactLedger(index.unpin, plan_lifetime_seconds=config.plan_lifetime)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
         self._lazy_window = lazy_window if config.save == "lazy" else None
         self._idle_steps = IdleSteps(clock)
@@ -91,23 +90,24 @@ class PactCache(ExternalCache):
         tags, ranks = BlockTags(), arena.num_ranks
         of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
         requests = self.requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
+        lifetime, anew = config.plan_lifetime, requests.may_wait_anew
+        ledger = self.ledger = PactLedger(index.unpin, plan_lifetime_seconds=lifetime, kept_waiting=anew)
         limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
         load_budget = self._load_budget = LoadBudget(*limits)
-        exits = self._exits = Exits(ledger, index, requests, load_budget)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)
         late = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
-        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, exits)
+        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, ledger)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         self._is_proven = arena.standing is Standing.PROVEN
         writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
         reads.note_became_held = writes.note_became_held
-        saves = self.saves = Offloader(config, of_requests, index, exits, jobs, tags, writes, metrics, clock)
+        saves = self.saves = Offloader(config, of_requests, index, ledger, jobs, tags, writes, metrics, clock)
         self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)
         finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, of_requests, clock, budget)
         self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, late, load_budget, exits, of_requests, clock
+            config, ledger, index, below, reads, finder, metrics, late, load_budget, of_requests, clock
         )
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(
@@ -202,11 +202,18 @@ class PactCache(ExternalCache):
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         """See `ExternalCache`. The plan ends with `reason`, or with "error" if that is a word of the engine's own."""
-        self._exits.abort(request_id, match, reason)
+        plan = self.ledger.find(request_id)
+        if plan is not None and (match is None or match.query_result is plan):
+            self._load_budget.release(request_id)
+            is_known = reason in EndReason.__members__.values()
+            self.ledger.end(request_id, EndReason(reason) if is_known else EndReason.ERROR)
 
     def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`: `Ledger.postpone` says how long the promise holds."""
-        self._exits.postpone(request_id, reason)
+        plan = self.ledger.find(request_id)
+        if plan is not None and plan.state is not State.LOADING:
+            self._load_budget.release(request_id)
+            self.ledger.postpone(plan, EndReason(reason))
 
     # Saves
 
@@ -259,7 +266,7 @@ class PactCache(ExternalCache):
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
-        self._exits.expire(now)
+        self.ledger.expire(now)
         self._overdue.end_step(now)
         return self._jobs.end_step(now, self._steps.end_step())
 
@@ -289,7 +296,9 @@ class PactCache(ExternalCache):
 
     def _renamed(self, request_id: str, record: RequestState, block: int) -> None:
         """A request's blocks from `block` on have other keys: end their plan and lookup."""
-        self._exits.end_renamed(request_id, block)
+        plan = self.ledger.find(request_id)
+        if plan is not None and plan.blocks.end > block:
+            self.ledger.end(request_id, EndReason.SUPERSEDED)
         self._jobs.cut_put_off(request_id, block)
         record.drop_lookup()
 
@@ -339,7 +348,7 @@ class PactCache(ExternalCache):
 
     def _begin_epoch(self) -> None:
         """The weights may have changed: everything under way belongs to the old ones."""
-        self._exits.end_all(EndReason.CACHE_RESET)
+        self.ledger.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
         self.saves.clear()
         self.writeback.clear()
@@ -389,7 +398,7 @@ class PactCache(ExternalCache):
 
     def shutdown(self) -> None:
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""
-        self._exits.end_all(EndReason.SHUTDOWN)
+        self.ledger.end_all(EndReason.SHUTDOWN)
         self.writeback.close()
         if not self.tiers.close(self._config.shutdown_timeout):
             logger.warning("kvpact: some writes did not finish in time")

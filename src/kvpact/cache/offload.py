@@ -11,10 +11,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from kvpact.cache.exits import Exits
 from kvpact.cache.groups import RequestGroups, Tables, runs_of
-from kvpact.cache.jobs import OffloadRun, Piece, PutOffSave, SaveState, TransferJobs
+from kvpact.cache.jobs import OffloadRun, PactLedger, Piece, PutOffSave, SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.request import RequestState
 from kvpact.cache.writeback import Offer, WriteBack
@@ -46,7 +46,7 @@ class Offloader:
     config: KvpactConfig
     groups: RequestGroups
     index: BlockIndex
-    exits: Exits
+    ledger: PactLedger
     jobs: TransferJobs
     tags: BlockTags
     writeback: WriteBack
@@ -365,7 +365,8 @@ class Offloader:
     def _order(self, run: OffloadRun, needed: BlockKey, now: float) -> int:
         """Order a save of the blocks that there is room for, after the row `needed` or hanging on it and others."""
         wanted = len(run.block_ids)
-        room = min(wanted, self.exits.reservable(needed, wanted, self.groups.class_of(run.group)))
+        reservable = partial(self.index.reservable, needed, wanted, self.groups.class_of(run.group))
+        room = min(wanted, self.ledger.make_room(reservable, wanted))
         self.metrics.add("dropped_blocks", wanted - room)
         if not room:
             return 0

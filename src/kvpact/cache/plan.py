@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvpact.cache.exits import Exits
 from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups
 from kvpact.cache.jobs import PactLedger, PactPlan
@@ -65,7 +64,6 @@ class Planner:
     metrics: Metrics
     overdue: OverdueLoads
     load_budget: LoadBudget
-    exits: Exits
     groups: RequestGroups
     clock: Callable[[], float]
 
@@ -124,7 +122,7 @@ class Planner:
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
         if plan is not None and plan.postponed is not None and self.groups.lost_any(plan.slots):
-            self.exits.end_plan(name, EndReason.SUPERSEDED)
+            self.ledger.end(name, EndReason.SUPERSEDED)
             plan = None  # its slots are kept, but what was dropped since is not to be promised anew
         if plan is not None:
             self.ledger.renew(plan, now)
@@ -172,7 +170,7 @@ class Planner:
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):
             if plan is None:
-                self.exits.end_plan(probe.request_id, EndReason.SUPERSEDED)
+                self.ledger.end(probe.request_id, EndReason.SUPERSEDED)
             return decision
         if isinstance(decision, Stage):
             if self._stage(probe, decision.end, available):
@@ -279,14 +277,14 @@ class Planner:
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
         """The engine has all that could be loaded: counts as neither a lookup nor a miss."""
-        self.exits.end_plan(request_id, EndReason.SUPERSEDED)
+        self.ledger.end(request_id, EndReason.SUPERSEDED)
         if state.spared_at != start:
             self.metrics.add("spared_lookups")
         state.spared_at = start
         return NO_MATCH
 
     def _miss(self, request_id: str, state: RequestState, start: int, miss: Miss) -> ExternalKVMatch:
-        self.exits.end_plan(request_id, miss.ends)
+        self.ledger.end(request_id, miss.ends)
         self._count_lookup(state, start, False, miss.reason)
         return NO_MATCH
 

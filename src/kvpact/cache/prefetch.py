@@ -13,7 +13,7 @@ from itertools import compress
 from operator import not_
 from typing import NamedTuple
 
-from kvpact.cache.exits import Exits
+from kvpact.cache.jobs import PactLedger
 from kvpact.cache.request import TierLookup
 from kvpact.cache.tier_set import TierSet
 from kvpact.errors import PactViolation
@@ -57,7 +57,7 @@ class Prefetcher:
     arena: Arena
     metrics: Metrics
     clock: Callable[[], float]
-    exits: Exits
+    ledger: PactLedger
     note_became_held: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None] | None = field(default=None, init=False)
     """Told what memory holds after a read, and what of it was read: other blocks may have waited for those."""
     _filling: set[int] = field(default_factory=set, init=False)
@@ -164,7 +164,8 @@ class Prefetcher:
     def _read_hanging(self, client: TierClient, wanted: Sequence[Needed], now: float) -> bool:
         """Begin to read blocks of one class of slots from one tier; False, and nothing happens, if it is impossible."""
         keys, rows, slot_class = [each.key for each in wanted], [each.row for each in wanted], wanted[0].slot_class
-        if client.room < len(keys) or self.exits.reservable(rows[-1], len(keys), slot_class) < len(keys):
+        reservable = partial(self.index.reservable, rows[-1], len(keys), slot_class)
+        if client.room < len(keys) or self.ledger.make_room(reservable, len(keys)) < len(keys):
             return False
         return self._read(client, keys, self.index.reserve_sides(keys, rows, slot_class), now, None)
 
@@ -205,7 +206,8 @@ class Prefetcher:
             if client is None:
                 break
             wanted = min(end - known, client.room)
-            room = min(wanted, self.exits.reservable(keys[known - 1] if known else ROOT, wanted))
+            reservable = partial(self.index.reservable, keys[known - 1] if known else ROOT, wanted)
+            room = min(wanted, self.ledger.make_room(reservable, wanted))
             stop = min(end, readable, known + min(room, read_blocks))
             if stop == known:
                 break

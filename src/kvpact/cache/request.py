@@ -199,6 +199,12 @@ class Requests:
             state.waiting.note(Event.CHANGED)
         self.renamed(request_id, state, kept)
 
+    def may_wait_anew(self, request_id: str) -> None:
+        """It was the engine that kept the request waiting: it may wait for tiers once more (P11)."""
+        state = self.live.get(request_id)
+        if state is not None:
+            state.waiting.note(Event.ANEW)
+
     def not_again(self, request_id: str, first: int) -> None:
         """A load failed from block `first` on, for whatever reason: do not promise that to the request again (H09).
 
