@@ -21,7 +21,6 @@ from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
 from kvpact.cache.offload import Offloader
-from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import Requests, RequestState
@@ -95,7 +94,6 @@ class PactCache(ExternalCache):
         limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
         load_budget = self._load_budget = LoadBudget(*limits)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)
-        late = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
         reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, ledger)
@@ -107,11 +105,11 @@ class PactCache(ExternalCache):
         self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)
         finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, of_requests, clock, budget)
         self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, late, load_budget, of_requests, clock
+            config, ledger, index, below, reads, finder, metrics, jobs, load_budget, of_requests, clock
         )
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(
-            config, requests, ledger, index, jobs, late, load_budget, invalidation, writes, tags, metrics, of_requests
+            config, requests, ledger, index, jobs, load_budget, invalidation, writes, tags, metrics, of_requests
         )
         below.open(tiers)
 
@@ -155,7 +153,7 @@ class PactCache(ExternalCache):
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Hold blocks through `context` while ranks copy them; its free queue says when to save lazily."""
-        self._overdue.bind(context)
+        self._jobs.bind(context)
         self.saves.bind(context, lazy_window=self._lazy_window)
 
     def on_new_request(self, request: EngineRequest) -> None:
@@ -267,7 +265,6 @@ class PactCache(ExternalCache):
         self._computing = self._loading = 0
         self._load_budget.end_step()
         self.ledger.expire(now)
-        self._overdue.end_step(now)
         return self._jobs.end_step(now, self._steps.end_step())
 
     def abandon_step(self, num_ranks: int) -> None:
@@ -284,7 +281,7 @@ class PactCache(ExternalCache):
         # Loads first: what a request saved after a failed load is not trusted.
         loads, saves = self._jobs.apply_report(report)
         settlements = [settled for load in loads if (settled := self._loads.end(load))]
-        settlements += [self._loads.end_late(load) for load in self._overdue.give_up(self._clock())]
+        settlements += [self._loads.end_late(load) for load in self._jobs.give_up(self._clock())]
         for save in saves:
             self.saves.settle(save)
         if self.tiers.clients and not self.budget.exhausted:
@@ -360,7 +357,7 @@ class PactCache(ExternalCache):
     @property
     def has_overdue_loads(self) -> bool:
         """Whether a load's deadline has passed and ranks may still write to its blocks."""
-        return self._overdue.is_stuck
+        return self._jobs.is_stuck
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """See `ExternalCache`."""
@@ -386,7 +383,7 @@ class PactCache(ExternalCache):
 
     def check(self) -> None:
         """Verify the invariants of all parts; raises PactViolation."""
-        parts = (self.ledger, self.index, self._jobs, self._overdue, self._load_budget, self._prefetcher, self.saves)
+        parts = (self.ledger, self.index, self._jobs, self._load_budget, self._prefetcher, self.saves)
         for part in (*parts, self.metrics):
             part.check()
         for state in self.requests.live.values():

@@ -9,7 +9,6 @@ from kvpact.cache.groups import RequestGroups
 from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import LoadState, PactLedger, PactPlan, TransferJobs
 from kvpact.cache.load_budget import LoadBudget
-from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.writeback import Offer, WriteBack
 from kvpact.config import KvpactConfig
@@ -29,7 +28,6 @@ class Loads:
     ledger: PactLedger
     index: BlockIndex
     jobs: TransferJobs
-    overdue: OverdueLoads
     load_budget: LoadBudget
     invalidation: Invalidation
     writeback: WriteBack
@@ -73,7 +71,7 @@ class Loads:
             state.sound = blocks.end
         state.loaded_rows = blocks.end
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.config.load_deadline)
-        self.overdue.begin(self.jobs.order_load(plan, placed, keys[: blocks.end], now, synchronous=synchronous))
+        self.jobs.order_load(plan, placed, keys[: blocks.end], now, synchronous=synchronous)
         return loaded
 
     def _cut(self, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[Pin] | None:
@@ -119,7 +117,6 @@ class Loads:
         """Settle a load that no rank can write to any more; None if the engine was told before."""
         job, plan, size = load.job, load.plan, self.groups.block_size
         self.jobs.end(load)
-        self.overdue.end(load)
         if load.told:
             self.ledger.settle(plan, loaded=RangeSet(), failed=RangeSet.of(plan.committed_blocks), used_tokens=0)
             self._drop_if_gone(job.request_id)

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups
-from kvpact.cache.jobs import PactLedger, PactPlan
+from kvpact.cache.jobs import PactLedger, PactPlan, TransferJobs
 from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Lookup, Miss, Phase, Stage, Wait, decide
-from kvpact.cache.overdue import OverdueLoads
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
@@ -62,7 +61,7 @@ class Planner:
     prefetcher: Prefetcher
     finder: Finder
     metrics: Metrics
-    overdue: OverdueLoads
+    jobs: TransferJobs
     load_budget: LoadBudget
     groups: RequestGroups
     clock: Callable[[], float]
@@ -146,7 +145,7 @@ class Planner:
             return MissReason.DISABLED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return MissReason.CROWDED
-        return MissReason.OVERDUE if self.overdue.is_stuck else None
+        return MissReason.OVERDUE if self.jobs.is_stuck else None
 
     def _look_up(self, probe: _Probe) -> ExternalKVMatch | Wait:
         """Collect the facts once, decide, and carry that out."""
