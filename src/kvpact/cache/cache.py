@@ -95,14 +95,14 @@ class PactCache(ExternalCache):
         load_budget = self._load_budget = LoadBudget(*limits)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
-        below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
-        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, ledger)
+        below = self.tiers = TierSet(arena, metrics, clock, budget, timeout, shares)
+        reads = self._prefetcher = Prefetcher(below, index, ledger)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         self._is_proven = arena.standing is Standing.PROVEN
-        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
+        writes = self.writeback = WriteBack(below, index, epochs, seen_once)
         reads.note_became_held = writes.note_became_held
-        saves = self.saves = Offloader(config, of_requests, index, ledger, jobs, tags, writes, metrics, clock)
-        self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)
+        saves = self.saves = Offloader(config, of_requests, ledger, jobs, tags, writes)
+        self._steps = StepLookups(requests, ledger, below, ranks)
         finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, of_requests, clock, budget)
         self._planner = Planner(
             config, ledger, index, below, reads, finder, metrics, jobs, load_budget, of_requests, clock

@@ -17,6 +17,7 @@ from kvpact.cache.groups import RequestGroups, Tables, runs_of
 from kvpact.cache.jobs import OffloadRun, PactLedger, Piece, PutOffSave, SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.request import RequestState
+from kvpact.cache.tier_set import TierSet
 from kvpact.cache.writeback import Offer, WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
@@ -24,7 +25,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.identity.tags import NO_TAG, BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
-from kvpact.metrics import MEMORY, Metrics
+from kvpact.metrics import MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +46,21 @@ class Offloader:
 
     config: KvpactConfig
     groups: RequestGroups
-    index: BlockIndex
     ledger: PactLedger
     jobs: TransferJobs
     tags: BlockTags
     writeback: WriteBack
-    metrics: Metrics
-    clock: Callable[[], float]
+    index: BlockIndex = field(init=False)
+    tiers: TierSet = field(init=False)
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
     piece_blocks: int = PIECE_BLOCKS
     _left: int = field(default=PIECE_BLOCKS, init=False)
     """Rows of which the running step may still order saves."""
     _context: BlockHolder | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.index, self.tiers = self.groups.index, self.writeback.tiers
 
     def bind(self, context: BlockHolder, *, lazy_window: int | None) -> None:
         """Hold blocks through `context` while they are copied. With a window, save only what the engine evicts next."""
@@ -147,7 +150,7 @@ class Offloader:
             lazy.invalidate_blocks(chain[max(first, sound) : full])
             lazy.confirm(name, tables)
             known = min(first, sound)
-        now = self.clock()
+        now = self.tiers.clock()
         if groups.chain is not None and known < sound:
             ids = tuple(chain[known:sound])
             run = OffloadRun(name, groups.chain, known, keys[known:sound], range(known, sound), keys, ids)
@@ -267,7 +270,7 @@ class Offloader:
         waiting = self.jobs.put_off
         if not waiting:
             if self.piece_blocks - self._left <= QUIET_BLOCKS:
-                self.metrics.add("evicted_blocks", self.index.evict_ahead(self.piece_blocks), MEMORY)
+                self.tiers.metrics.add("evicted_blocks", self.index.evict_ahead(self.piece_blocks), MEMORY)
             self._left = self.piece_blocks
             return
         while waiting and self._left > 0:
@@ -354,7 +357,7 @@ class Offloader:
         if needed == ROOT:
             return self._order(run, needed, now)
         if needed not in self.index:
-            self.metrics.add("dropped_blocks", len(run.block_ids))
+            self.tiers.metrics.add("dropped_blocks", len(run.block_ids))
             return 0
         before = self.index.pin(needed)  # else each question about the chain walks to its start
         try:
@@ -367,7 +370,7 @@ class Offloader:
         wanted = len(run.block_ids)
         reservable = partial(self.index.reservable, needed, wanted, self.groups.class_of(run.group))
         room = min(wanted, self.ledger.make_room(reservable, wanted))
-        self.metrics.add("dropped_blocks", wanted - room)
+        self.tiers.metrics.add("dropped_blocks", wanted - room)
         if not room:
             return 0
         if room < wanted:
@@ -383,7 +386,7 @@ class Offloader:
             reservation = self.index.reserve_sides(run.keys, parents, self.groups.class_of(run.group))
         if reservation is None:
             raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
-        self.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
+        self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
         pin = self.index.pin(run.keys[-1])
         if self._context is not None and not run.is_held:
             for part in filter(None, _parts(run)):
@@ -400,8 +403,8 @@ class Offloader:
         saved = sum(good)
         became_held = self.index.end_writes(save.slots, good)
         self.index.unpin(save.pin)
-        self.metrics.add("saved_blocks", saved)
-        self.metrics.add("dropped_blocks", len(good) - saved)
+        self.tiers.metrics.add("saved_blocks", saved)
+        self.tiers.metrics.add("dropped_blocks", len(good) - saved)
         if self.lazy is not None:
             self.lazy.saved(len(run.block_ids))
             self.lazy.forget(key for key, is_good in zip(run.keys, good, strict=True) if not is_good)
@@ -429,7 +432,7 @@ class Offloader:
                 self._drop(piece)
 
     def _drop(self, piece: Piece) -> None:
-        self.metrics.add("dropped_blocks", len(piece.chain) + len(piece.hanging))
+        self.tiers.metrics.add("dropped_blocks", len(piece.chain) + len(piece.hanging))
         self._let_go(piece, piece.chain)
 
     def _good(self, save: SaveState) -> list[bool]:
