@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 from kvpact.cache.budget import StepBudget
-from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.invalidation import Invalidation
@@ -21,8 +20,8 @@ from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
 from kvpact.cache.offload import Offloader
-from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
+from kvpact.cache.prepare import Planner
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import LRUKeySet, TierSet
@@ -45,7 +44,6 @@ from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.tags import BlockTags
 from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
-from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 
 logger = logging.getLogger(__name__)
@@ -82,7 +80,6 @@ class PactCache(ExternalCache):
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
         self._lazy_window = lazy_window if config.save == "lazy" else None
         self._idle_steps = IdleSteps(clock)
-        self._prefill = PrefillRate(2 * block_size)
         self._computing = self._loading = 0
         """Tokens that the engine computes in the running step, and blocks that its commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
@@ -103,10 +100,7 @@ class PactCache(ExternalCache):
         reads.note_became_held = writes.note_became_held
         saves = self.saves = Offloader(config, of_requests, ledger, jobs, tags, writes)
         self._steps = StepLookups(requests, ledger, below, ranks)
-        finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, of_requests, clock, budget)
-        self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, jobs, load_budget, of_requests, clock
-        )
+        self._planner = Planner(config, ledger, of_requests, reads, jobs, load_budget, epochs)
         invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
         self._loads = Loads(
             config, requests, ledger, index, jobs, load_budget, invalidation, writes, tags, metrics, of_requests
@@ -149,7 +143,7 @@ class PactCache(ExternalCache):
     @property
     def asks_shared(self) -> bool:
         """Whether `prepare_external_match` asks shared tiers."""
-        return self._finder.asks_shared
+        return self._planner.asks_shared
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Hold blocks through `context` while ranks copy them; its free queue says when to save lazily."""
@@ -161,7 +155,7 @@ class PactCache(ExternalCache):
 
         A step that has used its budget leaves that to the first probe; the request's identity is read now in any case.
         """
-        self._finder.ask_early(request, self.requests.of(request))
+        self._planner.ask_early(request, self.requests.of(request))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
@@ -240,7 +234,7 @@ class PactCache(ExternalCache):
         """See `SupportsStepLookup`: looks in the shared tiers, but not for blocks that another request is saving."""
         save = self._jobs.save_ordered_now(request.request_id)
         if save is not None and save.job.start_block == computed_tokens // self._block_size:
-            keys = self._finder.find_elsewhere(request, self.requests.of(request), save.job.blocks)
+            keys = self._planner.find_elsewhere(request, self.requests.of(request), save.job.blocks)
             if keys:
                 self._steps.order(save.job, computed_tokens, max_tokens, keys)
 
@@ -258,7 +252,7 @@ class PactCache(ExternalCache):
             self.tiers.end_step()
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
-        self._prefill.note_step(max(0, self._computing), now)
+        self._planner.prefill.note_step(max(0, self._computing), now)
         self.saves.order_put_off(now)
         if self.saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
@@ -371,7 +365,7 @@ class PactCache(ExternalCache):
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
-        self.metrics.set("prefill_speed", self._prefill.tokens_per_second)
+        self.metrics.set("prefill_speed", self._planner.prefill.tokens_per_second)
         for name, total, label in self.ledger.totals.counts():
             self.metrics.raise_to(name, total, label)
         self.metrics.set("open_plans", len(self.ledger.open_plans()))

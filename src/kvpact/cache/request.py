@@ -110,8 +110,7 @@ class RequestState:
 
     def commit(self, num_tokens: int) -> None:
         """The engine takes `num_tokens` more from the cache."""
-        if self.waiting.until is not None:
-            self.waiting.note(Event.ANEW)
+        self.waiting.note(Event.ANEW)
         self.tail_tag, self.quiet_until = self.tag, 0
         self.computed += num_tokens
         self.loads_without_progress += 1

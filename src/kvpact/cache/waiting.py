@@ -34,7 +34,7 @@ changed. (2) and (4): reads for a PENDING plan end at the request's deadline; th
 (3) and (1): tiers that a request stops waiting for (OVER) are let go, and their late answers are used by others.
 
 Who was put off is told so once for the same reason: PUT_OFF is what the last probe was told until this one is
-answered, and `Finder.limits` looks at it. Naming the blocks of a long prompt is excepted, as each step names some.
+answered, and `Planner` looks at it. Naming the blocks of a long prompt is excepted, as each step names some.
 
 What is ugly
 ------------

@@ -226,8 +226,8 @@ class SchedulerSide:
             self.context.update_state_after_alloc(request, blocks)
         view, mounted = self._view(request), self.mounted
         answer, view.answer = view.answer, None
-        if num_tokens and (waiting := self._waiting[view.request_id]).until is not None:
-            waiting.note(Event.ANEW)
+        if num_tokens:
+            self._waiting[view.request_id].note(Event.ANEW)
         if answer is None or mounted is None:
             return 0
         epochs, accepted, tables = mounted.weights.epochs, 0, blocks.get_block_ids()
