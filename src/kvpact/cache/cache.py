@@ -13,7 +13,6 @@ from math import inf
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
-from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import PactLedger, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import State
@@ -101,10 +100,7 @@ class PactCache(ExternalCache):
         saves = self.saves = Offloader(config, of_requests, ledger, jobs, tags, writes)
         self._steps = StepLookups(requests, ledger, below, ranks)
         self._planner = Planner(config, ledger, of_requests, reads, jobs, load_budget, epochs)
-        invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
-        self._loads = Loads(
-            config, requests, ledger, index, jobs, load_budget, invalidation, writes, tags, metrics, of_requests
-        )
+        self._loads = Loads(requests, ledger, of_requests, jobs, saves, load_budget)
         below.open(tiers)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
@@ -356,11 +352,11 @@ class PactCache(ExternalCache):
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """See `ExternalCache`."""
         self._steps.distrust_blocks(frozenset(block_ids))
-        self._invalidation.distrust_blocks(block_ids, tables)
+        self._loads.distrust_blocks(block_ids, tables)
 
     def distrust_adapter(self, adapter: str) -> None:
         """See `ExternalCache`."""
-        self._invalidation.distrust_adapter(adapter)
+        self._loads.distrust_adapter(adapter)
 
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
