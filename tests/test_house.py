@@ -363,6 +363,30 @@ def test_constructors_take_few_things() -> None:
     assert max(larger.values()) <= 12, larger
 
 
+def stores(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Each attribute that the code assigns, or a place in it: what has it, and its name."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for part in (part for target in targets if target is not None for part in ast.walk(target)):
+            whole = part.value if isinstance(part, ast.Subscript) else part
+            if isinstance(whole, ast.Attribute):
+                yield ast.unparse(whole.value), whole.attr
+
+
+def test_a_field_of_a_request_is_written_by_one_module() -> None:
+    """Others call its methods. In the cache's folder it is called `state` or `record`."""
+    path = modules()["cache.request"]
+    (owner,) = (node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name == "RequestState")
+    fields = {part.target.id for part in owner.body if isinstance(part, ast.AnnAssign)}  # type: ignore[union-attr]
+    writers = {(name, "cache.request") for who, name in stores(owner) if who == "self"}
+    for module, each in modules().items():
+        if module.startswith("cache."):
+            writers |= {(name, module) for who, name in stores(nodes(each)[0]) if who.endswith(("state", "record"))}
+    written = [name for name, _ in writers if name in fields]
+    assert len(written) > len(fields) - 5
+    assert sorted(written) == sorted({*written}), sorted(each for each in writers if written.count(each[0]) > 1)
+
+
 def test_tests_ask_a_cache_and_reach_for_its_index_and_ledger_ever_less() -> None:
     """82 places reach through a cache; what they want to know, `check`, the metrics and the contract should say."""
     places = [

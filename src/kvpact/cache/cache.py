@@ -215,7 +215,7 @@ class PactCache(ExternalCache):
         self._computing += max(0, num_computed_tokens - record.computed)
         self.saves.note(request, record, num_computed_tokens, block_ids)
         if not self.ledger.has_plan(request.request_id):
-            record.quiet_until = self.saves.quiet_until(record)
+            record.note_quiet(self.saves.quiet_until(record))
 
     def note_running(
         self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]

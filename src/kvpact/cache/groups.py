@@ -104,7 +104,7 @@ class RequestGroups:
             row, rows = self.groups.row_of(number, block), state.keys.keys if state.keys is not None else []
             if row >= len(rows):
                 return None
-            key = state.side_keys[number, block] = self.groups.side_key(rows[row], number, block)
+            key = state.keep_side_key(number, block, self.groups.side_key(rows[row], number, block))
         return key
 
     def needed(self, number: int, rows: int, computed_rows: int = 0) -> BlockRange:

@@ -66,7 +66,7 @@ class Loads:
             for pin in keep if keep is not None and keep is not leases else ():
                 self.index.unpin(pin)
             return 0
-        state.commit(num_tokens)
+        state.commit(num_tokens, blocks)
         loaded = sum(len(ids) for _, ids in placed)
         if synchronous:
             self.load_budget.spend(loaded)
@@ -78,9 +78,6 @@ class Loads:
                 self.saves.writeback.note_used(Offer(keys, blocks.end))
             else:
                 self.saves.writeback.note_used(Offer(run.keys, follow=False))
-        if blocks.start <= state.sound < blocks.end:
-            state.sound = blocks.end
-        state.loaded_rows = blocks.end
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.saves.config.load_deadline)
         self.jobs.order_load(plan, placed, keys[: blocks.end], now, synchronous=synchronous)
         return loaded
@@ -117,7 +114,7 @@ class Loads:
         self.tiers.metrics.add("overdue_loads")
         self.requests.not_again(job.request_id, blocks.start)
         if (state := self.requests.live.get(job.request_id)) is not None:
-            state.sound = min(state.sound, blocks.start)
+            state.note_sound(min(state.sound, blocks.start))
         if job.synchronous:
             self.jobs.invalidate(job.request_id, load.keys[blocks.start], blocks.start)
         else:
@@ -235,4 +232,4 @@ class Loads:
                 self.saves.lazy.invalidate_blocks(self.requests.tags.blocks_with(tag))
         for state in self.requests.live.values():
             if state.identity is not None and state.identity.adapter == adapter:
-                state.tag, state.sound = self.requests.tags.tag_of(self.requests.epochs.generation, adapter), 0
+                state.retag(self.requests.tags.tag_of(self.requests.epochs.generation, adapter))

@@ -23,7 +23,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, BlockKeys
-from kvpact.identity.tags import NO_TAG, BlockTags
+from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.metrics import MEMORY
 
@@ -80,9 +80,9 @@ class Offloader:
 
     def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
         """The engine probes for a request of which it has `computed_tokens`; their blocks are unknown."""
-        state.computed, state.sound, state.loaded_rows, state.quiet_until = computed_tokens, 0, 0, 0
+        state.probed(computed_tokens)
         if self.lazy is not None and state.offloaded_blocks:  # preempted: the request gets other blocks
-            state.offloaded_blocks = 0
+            state.note_offloaded(0)
             self.lazy.rewind(request_id)
 
     # What a step computes
@@ -100,12 +100,10 @@ class Offloader:
         if before // groups.smallest_block < computed_tokens // groups.smallest_block:
             tables = groups.tables(request.request_id, block_ids)
             if state.sound < begun:
-                state.sound = self._sound_rows(state, begun, tables)
+                state.note_sound(self._sound_rows(state, begun, tables))
         tag = state.tag_of_filled(before, computed_tokens, size)
         if tables is not None:
             self.tags.fill(groups.filled(tables, before, computed_tokens), tag)
-        if tag != NO_TAG and begun <= state.sound < filled:
-            state.sound = filled
         if state.keys is None:
             if lazy is not None:
                 lazy.invalidate_blocks(each for table in tables or () for each in table)
@@ -130,7 +128,8 @@ class Offloader:
         """The first `full` rows of a request are computed, and have keys: save what others may need of all groups."""
         assert state.keys is not None
         name, groups, lazy = request.request_id, self.groups.groups, self.lazy
-        first, state.offloaded_blocks = state.offloaded_blocks, full
+        first = state.offloaded_blocks
+        state.note_offloaded(full)
         stop = full - self._to_put_off(first, full, state.keys)
         keys = state.keys.extend(request.token_ids, stop)
         named = min(stop, len(keys))
@@ -143,7 +142,8 @@ class Offloader:
             return
         tables, sound = tables_of(), named
         if state.sound < named:
-            sound = state.sound = self._sound_rows(state, named, tables)
+            sound = self._sound_rows(state, named, tables)
+            state.note_sound(sound)
         chain = tables[groups.chain] if groups.chain is not None else ()
         hanging = self._hanging(request, state, range(first, full), tables) if groups.sides else []
         if lazy is not None:

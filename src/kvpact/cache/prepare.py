@@ -299,7 +299,7 @@ class Planner:
             return
         missing = len(keys) - max(available.resident, available.stored)
         if missing and not self._computes_faster(missing, self.reads.lookup_seconds or None):
-            state.tier_lookup = self.reads.ask(keys)
+            state.begin_lookup(self.reads.ask(keys))
 
     def _ask_more(self, state: RequestState, keys: Sequence[BlockKey], rows: int, start: int) -> None:
         """Ask the shared tiers that have `rows` blocks of the chain what they hold of the side groups, if that is not

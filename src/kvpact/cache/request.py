@@ -13,6 +13,7 @@ from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import KEY_BYTES, BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
+from kvpact.ranges import BlockRange
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import OpId
 
@@ -88,6 +89,35 @@ class RequestState:
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
 
+    def probed(self, computed_tokens: int) -> None:
+        """The engine probes for it and has `computed_tokens` of it; their blocks are unknown."""
+        self.computed, self.sound, self.loaded_rows, self.quiet_until = computed_tokens, 0, 0, 0
+
+    def note_sound(self, rows: int) -> None:
+        """So many of its rows, from the first on, were found to be sound."""
+        self.sound = rows
+
+    def note_offloaded(self, rows: int) -> None:
+        """So many of its rows, from the first on, need not be offered for saving again."""
+        self.offloaded_blocks = rows
+
+    def note_quiet(self, until: int) -> None:
+        """While it has fewer than `until` tokens, another one changes nothing but their number."""
+        self.quiet_until = until
+
+    def retag(self, tag: Tag) -> None:
+        """What it fills from now on has another tag than what it has filled."""
+        self.tag, self.sound = tag, 0
+
+    def keep_side_key(self, group: int, block: int, key: BlockKey) -> BlockKey:
+        """Note the key of a side group's block."""
+        self.side_keys[group, block] = key
+        return key
+
+    def begin_lookup(self, lookup: TierLookup) -> None:
+        """The tiers are asked for it, once."""
+        self.tier_lookup = lookup
+
     def advance(self, computed_tokens: int) -> None:
         """After this step the engine has `computed_tokens` of the request."""
         self.computed, self.quiet_until = computed_tokens, 0
@@ -97,23 +127,29 @@ class RequestState:
     def tag_of_filled(self, before: int, computed: int, block_size: int) -> Tag:
         """The step computes tokens [before, computed), after `sound` is known: the tag of the blocks that it fills.
 
-        What is computed on top of a block of other weights or another adapter, or into one that they began, has none.
+        The rows that it fills are sound, if they have one. What is computed on top of a block of other weights or
+        another adapter, or into one that they began, has none.
         """
         begun, in_block = divmod(before, block_size)
         sound = self.sound >= begun and (not in_block or self.tail_tag == self.tag)
         if not in_block or computed // block_size > begun:
             self.tail_tag = self.tag
         if sound:
+            if self.tag != NO_TAG:
+                self.sound = max(self.sound, computed // block_size)
             return self.tag
         self.sound = min(self.sound, begun)
         return NO_TAG
 
-    def commit(self, num_tokens: int) -> None:
-        """The engine takes `num_tokens` more from the cache."""
+    def commit(self, num_tokens: int, rows: BlockRange) -> None:
+        """The engine takes `num_tokens` more from the cache, which reach into these rows."""
         self.waiting.note(Event.ANEW)
         self.tail_tag, self.quiet_until = self.tag, 0
         self.computed += num_tokens
         self.loads_without_progress += 1
+        if rows.start <= self.sound < rows.end:
+            self.sound = rows.end
+        self.loaded_rows = rows.end
 
     def drop_lookup(self) -> None:
         """Stop asking the tiers for the request."""
