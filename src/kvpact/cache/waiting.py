@@ -19,7 +19,7 @@ The joint states
 Under vLLM one request has five states that move together:
 
 1. what it was told: `Waiting.told`, in the table below;
-2. its deadline: not begun, running, or over. Only the clock tells the last two apart, so "over" is no event;
+2. its deadline: not begun, running, or over. Only the clock tells the last two apart; OVER moves it to now;
 3. what is under way for it, `Phase`: nothing, a lookup in the shared tiers, or reads into memory. Nobody keeps that: it
    is read off the request's `TierLookup` and its PENDING plan in each prepare;
 4. its plan, in `Ledger`;
@@ -31,18 +31,20 @@ range, or waits first for its identity, then for its turn, then for a tier, wait
 `Facts`: LATER holds while the plan is the one of then, no tier has completed anything, and the engine has as many
 tokens. While it holds, a probe costs one comparison. PUT_OFF has no facts, because the next step answers whatever has
 changed. (2) and (4): reads for a PENDING plan end at the request's deadline; the ledger has none of its own for them.
-(3) and (1): tiers that a request stops waiting for (OVER) are let go, and their late answers are used by others.
+(2) and (3): whoever reads blocks for a request in vain has it stop waiting (OVER), so that it does not begin anew, and
+lets its lookups go; their late answers are used by others.
 
-Who was put off is told so once for the same reason: PUT_OFF is what the last probe was told until this one is
-answered, and `Planner` looks at it. Naming the blocks of a long prompt is excepted, as each step names some.
+What a request was told stays until its next probe is answered, so that the answer may depend on it: tiers' news that
+made a step put it off is used in the next step, however late that is. Naming the blocks of a long prompt is excepted:
+each step names some.
 
 What is ugly
 ------------
 
-Two objects of this class follow one request under vLLM. The adapter's knows of identity and turn, and exists before
-there is a cache; the cache's knows of tiers, and is all there is under an engine that speaks the contract itself, or
-under another author's cache behind this adapter. They meet through the contract alone: AHEAD starts the cache's
-deadline with the adapter's, a commit sends ANEW to both. Between these messages each is right about what it knows, and
+Two objects of this class follow one request under vLLM. The adapter's knows of identity and turn, and is all there is
+before another author's cache; the cache's knows of tiers, and is all there is under an engine that speaks the contract
+itself. They meet through the contract alone: AHEAD starts the cache's deadline with the adapter's, a commit sends ANEW
+to both. Between these messages each is right about what it knows, and
 the adapter's LATER may be the cache's PUT_OFF. One difference can be seen: if the engine kept a request waiting for so
 long that its postponed plan ended, only the cache hears of it and lets the request wait anew. The adapter's deadline
 stays over, and a step without time may decline the request where the cache would have put it off. It'd be nice to have
@@ -120,7 +122,10 @@ class Facts(NamedTuple):
 
 
 class Waiting:
-    """What one request was told, why, and until when it may be told so. Begins without a call: there are two each."""
+    """What one request was told, why, and until when it may be told so.
+
+    A new one costs no call of Python: each request has two, and most never wait.
+    """
 
     told = Told.NOTHING
     until: float | None = None
