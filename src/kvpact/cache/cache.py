@@ -155,18 +155,20 @@ class PactCache(ExternalCache):
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
-        record = self.requests.of(request)
+        record = self.requests.probed(request, num_computed_tokens)
         if record.waiting.told is Told.LATER and self._planner.still_waits(
             request.request_id, record, num_computed_tokens
         ):
             return None
-        self.saves.note_probe(request.request_id, record, num_computed_tokens)
+        if self.saves.lazy is not None:
+            self.saves.lazy.note_probe(request.request_id, record)
         return self._planner.prepare(request, record, num_computed_tokens)
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
-        record = self.requests.of(request)
-        self.saves.note_probe(request.request_id, record, num_computed_tokens)
+        record = self.requests.probed(request, num_computed_tokens)
+        if self.saves.lazy is not None:
+            self.saves.lazy.note_probe(request.request_id, record)
         self._planner.decline(request, record, num_computed_tokens)
 
     def put_off_external_match(self, request: EngineRequest) -> None:

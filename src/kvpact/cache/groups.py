@@ -171,7 +171,7 @@ class RequestGroups:
         last, groups = keys[rows.end - 1], self.groups
         pins, runs = [self.index.pin(last)], []
         if groups.chain is not None:
-            slots = self.index.slots_to(self.index.slot(last), rows.count)
+            slots = self.index.slots_to(pins[0].slot, rows.count)
             runs.append(GroupBlocks(groups.chain, rows.start, keys[rows.start : rows.end], slots))
         for number in groups.sides:
             blocks = self.needed(number, rows.end, rows.start)

@@ -78,13 +78,6 @@ class Offloader:
         """Whether anything is saved that requests compute."""
         return self.config.save != "off" and self.groups.shows_all
 
-    def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
-        """The engine probes for a request of which it has `computed_tokens`; their blocks are unknown."""
-        state.probed(computed_tokens)
-        if self.lazy is not None and state.offloaded_blocks:  # preempted: the request gets other blocks
-            state.note_offloaded(0)
-            self.lazy.rewind(request_id)
-
     # What a step computes
 
     def note(

@@ -101,8 +101,9 @@ class Planner:
         waiting = state.waiting
         if waiting.told is Told.LATER:
             waiting.note(Event.CHANGED)
-        self.load_budget.release(request.request_id)
         answer = self._prepare(request, state, computed_tokens)
+        if isinstance(answer, Wait) or not answer.num_tokens:
+            self.load_budget.release(request.request_id)
         if isinstance(answer, ExternalKVMatch):
             waiting.note(Event.ANSWERED)
             return answer
@@ -331,7 +332,7 @@ class Planner:
     def _limits(self, state: RequestState, available: Availability, start: int, *, has_news: bool) -> Limits:
         """The limits of a prepare from block `start` on; `has_news`: tiers have answered something for it."""
         first, faster = max(available.resident, start), False
-        if self.config.recompute_if_faster and available.stored > first:
+        if self.config.recompute_if_faster and available.by_tier and available.stored > first:
             seconds = self.reads.seconds_to_load(first, available.stored, available.by_tier)
             faster = self._computes_faster(available.stored - first, seconds)
         return Limits(

@@ -89,10 +89,6 @@ class RequestState:
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
 
-    def probed(self, computed_tokens: int) -> None:
-        """The engine probes for it and has `computed_tokens` of it; their blocks are unknown."""
-        self.computed, self.sound, self.loaded_rows, self.quiet_until = computed_tokens, 0, 0, 0
-
     def note_sound(self, rows: int) -> None:
         """So many of its rows, from the first on, were found to be sound."""
         self.sound = rows
@@ -190,6 +186,12 @@ class Requests:
         identity = request.identity
         if identity is not state.identity or state.generation != self.epochs.generation:
             self._identify(request.request_id, state, identity)
+        return state
+
+    def probed(self, request: EngineRequest, computed_tokens: int) -> RequestState:
+        """The state of a request for which the engine probes. It has `computed_tokens`; their blocks are unknown."""
+        state = self.of(request)
+        state.computed, state.sound, state.loaded_rows, state.quiet_until = computed_tokens, 0, 0, 0
         return state
 
     def note_running(
