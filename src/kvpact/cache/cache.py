@@ -185,8 +185,7 @@ class PactCache(ExternalCache):
         self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
     ) -> int:
         """See `ExternalCache`; accepts `num_tokens`, or none of them where side groups have no match of that length."""
-        plan = self._planner.take(request.request_id, match, num_tokens, len(block_ids))
-        loading = self._loads.begin(plan, match, num_tokens, block_ids, self._clock()) if plan is not None else 0
+        loading = self._loads.begin(request.request_id, match, num_tokens, block_ids)
         self._loading += loading
         return num_tokens if loading else 0
 

@@ -19,6 +19,7 @@ from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.writeback import Offer
 from kvpact.contract import ExternalKVMatch, LoadSettlement, num_blocks_for
+from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import NO_TAG, first_among
 from kvpact.index.block_index import BlockIndex, Pin
@@ -46,15 +47,16 @@ class Loads:
     def __post_init__(self) -> None:
         self.index, self.tiers = self.groups.index, self.saves.tiers
 
-    def begin(
-        self, plan: PactPlan, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int], now: float
-    ) -> int:
-        """The engine takes the first `num_tokens` of a plan into `block_ids`; returns the number of blocks loaded.
+    def begin(self, request_id: str, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]) -> int:
+        """The engine takes the first `num_tokens` of a match into `block_ids`; returns the number of blocks loaded.
 
-        Its step waits for the load if `match`, which is what the engine was told of the plan, says so. 0: the cache
-        declines, because it may have promised more than is left of the side groups for fewer tokens.
+        Its step waits for the load if `match` says so. 0: the engine declines, or the cache, because it may have
+        promised more than is left of the side groups for fewer tokens.
         """
-        synchronous, groups = not match.load_kv_async, self.groups
+        plan = self._taken(request_id, match, num_tokens, len(block_ids))
+        if plan is None:
+            return 0
+        now, synchronous, groups = self.tiers.clock(), not match.load_kv_async, self.groups
         blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.groups.block_size))
         state = self.requests.live[plan.request_id]
         leases = plan.leases
@@ -81,6 +83,27 @@ class Loads:
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.saves.config.load_deadline)
         self.jobs.order_load(plan, placed, keys[: blocks.end], now, synchronous=synchronous)
         return loaded
+
+    def _taken(self, request_id: str, match: ExternalKVMatch, num_tokens: int, num_block_ids: int) -> PactPlan | None:
+        """The plan of which the engine takes `num_tokens` into its blocks; None if it declines.
+
+        Raises PactViolation if the match is not the request's open plan, or promises fewer tokens.
+        """
+        plan = self.ledger.find(request_id)
+        if plan is None or plan is not match.query_result:
+            raise PactViolation(f"request {request_id} commits a match that is not its open plan")
+        self.load_budget.release(request_id)
+        if num_tokens == 0:
+            self.ledger.abort(plan, EndReason.DECLINED)
+            return None
+        end = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
+        named = self.groups.groups.chain == 0  # `block_ids` are the first group's
+        if num_tokens > plan.promised_tokens or (named and end > num_block_ids):
+            raise PactViolation(
+                f"request {request_id} commits {num_tokens} tokens into {num_block_ids} blocks; "
+                f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
+            )
+        return plan
 
     def _cut(self, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[Pin] | None:
         """The engine takes less than was promised: pins on what that needs; None if memory does not have it."""

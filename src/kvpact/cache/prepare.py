@@ -21,8 +21,7 @@ from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.waiting import Event, Facts, Told
 from kvpact.config import KvpactConfig
-from kvpact.contract import EngineRequest, ExternalKVMatch, num_blocks_for
-from kvpact.errors import PactViolation
+from kvpact.contract import EngineRequest, ExternalKVMatch
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
@@ -460,29 +459,6 @@ class Planner:
             state.found = found
             if not found:
                 self.tiers.metrics.add("misses", label=reason)
-
-    # Commit
-
-    def take(self, request_id: str, match: ExternalKVMatch, num_tokens: int, num_block_ids: int) -> PactPlan | None:
-        """The plan of which the engine takes `num_tokens` into its blocks; None if it declines.
-
-        Raises PactViolation if the match is not the request's open plan, or promises fewer tokens.
-        """
-        plan = self.ledger.find(request_id)
-        if plan is None or plan is not match.query_result:
-            raise PactViolation(f"request {request_id} commits a match that is not its open plan")
-        self.load_budget.release(request_id)
-        if num_tokens == 0:
-            self.ledger.abort(plan, EndReason.DECLINED)
-            return None
-        end = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
-        named = self.groups.groups.chain == 0  # `block_ids` are the first group's
-        if num_tokens > plan.promised_tokens or (named and end > num_block_ids):
-            raise PactViolation(
-                f"request {request_id} commits {num_tokens} tokens into {num_block_ids} blocks; "
-                f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
-            )
-        return plan
 
 
 def _usable_blocks(loadable: int, state: RequestState) -> int:

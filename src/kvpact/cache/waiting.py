@@ -31,8 +31,8 @@ range, or waits first for its identity, then for its turn, then for a tier, wait
 `Facts`: LATER holds while the plan is the one of then, no tier has completed anything, and the engine has as many
 tokens. While it holds, a probe costs one comparison. PUT_OFF has no facts, because the next step answers whatever has
 changed. (2) and (4): reads for a PENDING plan end at the request's deadline; the ledger has none of its own for them.
-(2) and (3): whoever reads blocks for a request in vain has it stop waiting (OVER), so that it does not begin anew, and
-lets its lookups go; their late answers are used by others.
+(2) and (3): a request whose reads did not bring what was wanted stops waiting (OVER), so that it does not begin anew,
+and its lookups are given up; what tiers answer later is there for others.
 
 What a request was told stays until its next probe is answered, so that the answer may depend on it: tiers' news that
 made a step put it off is used in the next step, however late that is. Naming the blocks of a long prompt is excepted:
