@@ -210,13 +210,15 @@ class PactCache(ExternalCache):
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, while there is room."""
-        self._loads.note_resumed(request.request_id)
+        loaded = self.ledger.find_settled(request.request_id)
+        if loaded is not None:
+            self._loads.note_resumed(loaded)
         self._load_budget.note_running((request.request_id,))
         record = self.requests.of(request)
         self._computing += max(0, num_computed_tokens - record.computed)
-        self.saves.note(request, record, num_computed_tokens, block_ids)
+        quiet_until = self.saves.note(request, record, num_computed_tokens, block_ids)
         if not self.ledger.has_plan(request.request_id):
-            record.note_quiet(self.saves.quiet_until(record))
+            record.note_quiet(quiet_until)
 
     def note_running(
         self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]

@@ -123,13 +123,11 @@ class Loads:
         plan.slots, pins = groups.lease(state, keys, blocks)
         return pins
 
-    def note_resumed(self, request_id: str) -> None:
+    def note_resumed(self, plan: PactPlan) -> None:
         """The engine computes the request: it uses what an asynchronous load brought, up to the first hole."""
-        plan = self.ledger.find_settled(request_id)
-        if plan is not None:
-            arrived = RangeSet.of(plan.committed_blocks).difference(plan.failed)
-            blocks = arrived.prefix_from(plan.blocks.start)
-            self.ledger.use(plan, min(blocks * self.groups.block_size, plan.loaded_tokens))
+        arrived = RangeSet.of(plan.committed_blocks).difference(plan.failed)
+        blocks = arrived.prefix_from(plan.blocks.start)
+        self.ledger.use(plan, min(blocks * self.groups.block_size, plan.loaded_tokens))
 
     def end_late(self, load: LoadState) -> LoadSettlement:
         """The engine continues without a load that ranks may still carry out; what is stored is not at fault."""

@@ -82,8 +82,17 @@ class Offloader:
 
     def note(
         self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> int:
+        """After this step the first `computed_tokens` tokens are computed: save full blocks that are not stored.
+
+        Returns the number of tokens with which the request next fills a block, if nothing is to be done until then.
+        """
+        self._note(request, state, computed_tokens, block_ids)
+        return self._quiet_until(state)
+
+    def _note(
+        self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """After this step the first `computed_tokens` tokens are computed: save full blocks that are not stored."""
         before, lazy, groups = state.computed, self.lazy, self.groups
         state.advance(computed_tokens)
         if not self.saves_any:
@@ -107,8 +116,7 @@ class Offloader:
         if full > state.offloaded_blocks:
             self._note_full(request, state, full, lambda: tables or groups.tables(request.request_id, block_ids))
 
-    def quiet_until(self, state: RequestState) -> int:
-        """The number of tokens with which a request next fills a block, if until then nothing is to be done for it."""
+    def _quiet_until(self, state: RequestState) -> int:
         if self.lazy is not None or state.loads_without_progress or state.computed < state.max_computed:
             return 0
         if self.saves_any and (state.keys is None or state.offloaded_blocks < state.computed // self.groups.block_size):
