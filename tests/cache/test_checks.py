@@ -30,13 +30,11 @@ def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
 
 
 def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
-    jobs, plan = TransferJobs(1, 1.0), cast("Any", SimpleNamespace(request_id="r", deadline=1.0))
+    jobs, plan = TransferJobs(1, 9.0), cast("Any", SimpleNamespace(request_id="r", deadline=1.0))
     jobs.bind(SceneBlocks())
     jobs.order_load(plan, [(GroupBlocks(0, 0, [KEY], [0]), (5,))], [KEY], 0.0, synchronous=True)
-    jobs.end_step(0.0)
-    assert not jobs.is_stuck
-    jobs.end_step(1.5)
-    assert jobs.is_stuck
+    late = [(jobs.end_step(now).overdue, jobs.is_stuck) for now in (0.0, 1.5)]
+    assert late == [((), False), ((1,), True)]
     jobs.check()
     del jobs.loads[1]
     with pytest.raises(PactViolation, match=r"have ended: \[1\]"):
