@@ -395,14 +395,14 @@ def stores(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def test_a_field_of_a_request_is_written_by_one_module() -> None:
-    """Others call its methods. In the cache's folder it is called `state` or `record`."""
+    """Others call its methods. In the cache's folder it is called `state`."""
     path = modules()["cache.request"]
     (owner,) = (node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name == "RequestState")
     fields = {part.target.id for part in owner.body if isinstance(part, ast.AnnAssign)}  # type: ignore[union-attr]
     writers = {(name, "cache.request") for who, name in stores(owner) if who == "self"}
     for module, each in modules().items():
         if module.startswith("cache."):
-            writers |= {(name, module) for who, name in stores(nodes(each)[0]) if who.endswith(("state", "record"))}
+            writers |= {(name, module) for who, name in stores(nodes(each)[0]) if who.endswith("state")}
     written = [name for name, _ in writers if name in fields]
     assert len(written) > len(fields) - 5
     assert sorted(written) == sorted({*written}), sorted(each for each in writers if written.count(each[0]) > 1)

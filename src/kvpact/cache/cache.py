@@ -155,21 +155,21 @@ class PactCache(ExternalCache):
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
-        record = self.requests.probed(request, num_computed_tokens)
-        if record.waiting.told is Told.LATER and self._planner.still_waits(
-            request.request_id, record, num_computed_tokens
+        state = self.requests.probed(request, num_computed_tokens)
+        if state.waiting.told is Told.LATER and self._planner.still_waits(
+            request.request_id, state, num_computed_tokens
         ):
             return None
         if self.saves.lazy is not None:
-            self.saves.lazy.note_probe(request.request_id, record)
-        return self._planner.prepare(request, record, num_computed_tokens)
+            self.saves.lazy.note_probe(request.request_id, state)
+        return self._planner.prepare(request, state, num_computed_tokens)
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
-        record = self.requests.probed(request, num_computed_tokens)
+        state = self.requests.probed(request, num_computed_tokens)
         if self.saves.lazy is not None:
-            self.saves.lazy.note_probe(request.request_id, record)
-        self._planner.decline(request, record, num_computed_tokens)
+            self.saves.lazy.note_probe(request.request_id, state)
+        self._planner.decline(request, state, num_computed_tokens)
 
     def put_off_external_match(self, request: EngineRequest) -> None:
         """See `ExternalCache`: from now on tiers have `prepare_deadline` for the request."""
@@ -214,11 +214,11 @@ class PactCache(ExternalCache):
         if loaded is not None:
             self._loads.note_resumed(loaded)
         self._load_budget.note_running((request.request_id,))
-        record = self.requests.of(request)
-        self._computing += max(0, num_computed_tokens - record.computed)
-        quiet_until = self.saves.note(request, record, num_computed_tokens, block_ids)
+        state = self.requests.of(request)
+        self._computing += max(0, num_computed_tokens - state.computed)
+        quiet_until = self.saves.note(request, state, num_computed_tokens, block_ids)
         if not self.ledger.has_plan(request.request_id):
-            record.note_quiet(quiet_until)
+            state.note_quiet(quiet_until)
 
     def note_running(
         self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
@@ -284,22 +284,22 @@ class PactCache(ExternalCache):
 
     # Requests
 
-    def _renamed(self, request_id: str, record: RequestState, block: int) -> None:
+    def _renamed(self, request_id: str, state: RequestState, block: int) -> None:
         """A request's blocks from `block` on have other keys: end their plan and lookup."""
         plan = self.ledger.find(request_id)
         if plan is not None and plan.blocks.end > block:
             self.ledger.end(request_id, EndReason.SUPERSEDED)
         self._jobs.cut_put_off(request_id, block)
-        record.drop_lookup()
+        state.drop_lookup()
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep their blocks until all ranks have reported."""
         self.ledger.finish_request(request_id)
         self._load_budget.request_finished(request_id)
         self.saves.request_finished(request_id)
-        record = self.requests.live.pop(request_id, None)
-        if record is not None:
-            record.drop_lookup()
+        state = self.requests.live.pop(request_id, None)
+        if state is not None:
+            state.drop_lookup()
 
     # Whole cache
 
