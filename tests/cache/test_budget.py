@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpact.cache import budget as budget_module
-from kvpact.cache.budget import CROWD_BUDGETS, CROWD_SHARE, MAX_CROWD_BUDGETS, STEP_BUDGET_SECONDS, StepBudget, Turn
+from kvpact.cache.budget import CROWD_BUDGETS, CROWD_SHARE, MAX_CROWD_BUDGETS, STEP_BUDGET_SECONDS, StepBudget
+from kvpact.cache.waiting import Event, Told, Waiting
+from kvpact.contract import ExternalCache
 
 PATIENCE = 0.5
+ASKS_SHARED, ASKS_NOBODY = (cast("ExternalCache", SimpleNamespace(asks_shared=asks)) for asks in (True, False))
 STEP_SECONDS = 0.01
 """Of the engine's own work, between two steps."""
 
 
-@dataclass
-class Waiter:
-    was_answered: bool = False
-    waits_until: float | None = None
+def answered() -> Waiting:
+    """A request that was answered before."""
+    waiting = Waiting()
+    waiting.note(Event.ANSWERED)
+    return waiting
 
 
 class Steps:
@@ -32,15 +37,15 @@ class Steps:
         patch.setattr(budget_module, "perf_counter", lambda: self.spent)
         self.budget, self.timeout = StepBudget(), timeout
 
-    def step(self, waiting: list[Waiter], base: float, cost: float) -> list[Turn]:
-        """What each was told; a probe that is made costs `cost` seconds, and the step `base` before the first."""
+    def step(self, waiting: list[Waiting], base: float, cost: float) -> list[Told | None]:
+        """What each was told, None for a turn; a probe costs `cost` seconds, and the step `base` before the first."""
         self.spent = 0.0
         self.budget.hook_began = self.spent
         self.spent = base
-        told = []
+        told = list[Told | None]()
         for waiter in waiting:
-            told.append(self.budget.turn_of(waiter, self.timeout))
-            self.spent += cost if told[-1] is Turn.NOW else 0.0
+            told.append(None if self.budget.has_turn(waiter, self.timeout, ASKS_SHARED) else waiter.told)
+            self.spent += cost if told[-1] is None else 0.0
         self.budget.end_step()
         self.now += self.spent + STEP_SECONDS
         return told
@@ -57,43 +62,43 @@ def test_p11_all_get_a_turn_in_time_and_no_step_makes_more_probes_than_it_has_ti
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         steps = Steps(patch, timeout)
-        waiting, began, number = [Waiter() for _ in range(requests)], steps.now, 0
+        waiting, began, number = [Waiting() for _ in range(requests)], steps.now, 0
         while waiting:
             at = steps.now
             told = steps.step(waiting, base, cost)
             number += 1
             assert steps.spent <= max(2 * STEP_BUDGET_SECONDS, base) + cost
             if at < began + timeout:
-                assert Turn.NEVER not in told, "a request was given up before its deadline"
+                assert Told.DECLINED not in told, "a request was given up before its deadline"
                 assert steps.spent <= max(STEP_BUDGET_SECONDS, base) + cost
-            elif Turn.LATER in told:
-                deadline = waiting[-1].waits_until
+            elif Told.PUT_OFF in told:
+                deadline = waiting[-1].until
                 assert deadline is not None
                 assert at < deadline, "a request waits beyond its deadline"
-            waiting = [waiter for waiter, turn in zip(waiting, told, strict=True) if turn is Turn.LATER]
+            waiting = [waiter for waiter, turn in zip(waiting, told, strict=True) if turn is Told.PUT_OFF]
             assert number <= 2 * requests, "two steps in a row made no probe"
 
 
 def test_a_step_that_is_late_before_its_first_probe_makes_it_every_second_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    steps, waiting = Steps(monkeypatch), [Waiter() for _ in range(5)]
+    steps, waiting = Steps(monkeypatch), [Waiting() for _ in range(5)]
     told = [Counter(steps.step(waiting, 1.5 * STEP_BUDGET_SECONDS, 1e-4)) for _ in range(6)]
-    assert [of_step[Turn.NOW] for of_step in told] == [0, 1, 0, 1, 0, 1]
+    assert [of_step[None] for of_step in told] == [0, 1, 0, 1, 0, 1]
 
 
 def test_who_was_answered_never_waits_for_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
-    assert steps.step([Waiter(was_answered=True)] * 9, 1.0, 1e-4) == [Turn.NOW] * 9
+    assert steps.step([answered()] * 9, 1.0, 1e-4) == [None] * 9
 
 
 def test_after_the_deadline_twice_the_budget_counts_and_then_there_is_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
-    waiting = [Waiter() for _ in range(6)]
+    waiting = [Waiting() for _ in range(6)]
     steps.step(waiting, 2 * STEP_BUDGET_SECONDS, 1e-4)
     steps.now += PATIENCE
     told = steps.step(waiting, 0.0, 1.01 * STEP_BUDGET_SECONDS)
-    assert told == [Turn.NOW, Turn.NOW, Turn.NEVER, Turn.NEVER, Turn.NEVER, Turn.NEVER]
+    assert told == [None, None, Told.DECLINED, Told.DECLINED, Told.DECLINED, Told.DECLINED]
 
 
 @given(costs=st.lists(st.floats(1e-5, 0.02), min_size=1, max_size=60), engine_seconds=st.floats(0, 1))
@@ -103,7 +108,7 @@ def test_p11_a_crowd_that_memory_answers_is_spread_over_steps_and_none_starves(
     """However dear a probe is: each step answers the first that waits, and no other one after 5 ms, or after a tenth of
     the time that the last step took."""
     with pytest.MonkeyPatch.context() as patch:
-        steps, waiting = Steps(patch), [(Waiter(), cost) for cost in costs]
+        steps, waiting = Steps(patch), [(Waiting(), cost) for cost in costs]
         limit, number = CROWD_BUDGETS * STEP_BUDGET_SECONDS, 0
         while waiting:
             number += 1
@@ -113,11 +118,10 @@ def test_p11_a_crowd_that_memory_answers_is_spread_over_steps_and_none_starves(
             told = []
             for waiter, cost in waiting:
                 before = steps.spent
-                told.append(steps.budget.has_time_for(waiter))
+                told.append(steps.budget.has_turn(waiter, PATIENCE, ASKS_NOBODY))
                 assert told[-1] == (before <= limit or len(told) == 1)
                 steps.spent += cost if told[-1] else 0.0
-            answered = (Waiter(was_answered=True), 0.0)
-            assert steps.budget.has_time_for(answered[0]), "an open promise is only repeated"
+            assert steps.budget.has_turn(answered(), PATIENCE, ASKS_NOBODY), "an open promise is only repeated"
             lasted = engine_seconds + steps.spent
             steps.now += lasted
             steps.budget.end_step()

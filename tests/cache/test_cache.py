@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hook_time import LONG, LONG_BLOCKS, HookTime, assert_ends_within, assert_no_step_is_slow
-from kvpact.cache.plan import MAX_LOADS_WITHOUT_PROGRESS
+from kvpact.cache.prepare import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.contract import ExternalKVMatch, JobOutcome, StepWork, WorkerReport
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, MediaSpan, RequestIdentity

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvpact.cache.jobs import LoadPart, LoadState, OffloadRun, PactPlan, TransferJobs
-from kvpact.cache.overdue import OverdueLoads
-from kvpact.contract import JobTally, LoadJob
+from kvpact.cache.jobs import GroupBlocks, OffloadRun, PactPlan, TransferJobs
 from kvpact.errors import PactViolation
 from kvpact.index.block_index import BlockIndex, State
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
@@ -31,18 +30,15 @@ def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
 
 
 def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
-    job = LoadJob(3, "r", 0, (0,), (5,), True)
-    part = LoadPart(job, (KEY,), JobTally(job.blocks, 1), is_chain=True)
-    load = LoadState(cast("Any", None), (KEY,), [part], 0.0)
-    jobs = TransferJobs(1, 1.0)
-    overdue = OverdueLoads(jobs)
-    overdue.bind(SceneBlocks())
-    jobs.loads[3] = load
-    overdue.begin(load)
-    overdue.check()
-    del jobs.loads[3]
-    with pytest.raises(PactViolation, match=r"\[3\]"):
-        overdue.check()
+    jobs, plan = TransferJobs(1, 9.0), cast("Any", SimpleNamespace(request_id="r", deadline=1.0))
+    jobs.bind(SceneBlocks())
+    jobs.order_load(plan, [(GroupBlocks(0, 0, [KEY], [0]), (5,))], [KEY], 0.0, synchronous=True)
+    late = [(jobs.end_step(now).overdue, jobs.is_stuck) for now in (0.0, 1.5)]
+    assert late == [((), False), ((1,), True)]
+    jobs.check()
+    del jobs.loads[1]
+    with pytest.raises(PactViolation, match=r"have ended: \[1\]"):
+        jobs.check()
 
 
 def test_a_slot_that_is_filled_from_a_tier_and_given_up(tmp_path: Path) -> None:

@@ -315,10 +315,8 @@ def test_a_promise_ends_in_the_last_block_of_its_match(tokens: int) -> None:
 
 def test_a_plan_that_waits_only_for_the_engine_has_no_deadline() -> None:
     scene = Scene()
-    ready = scene.ledger.open_plan(
-        "r", BlockRange(0, 1), block_size=16, slots="", now=0, promised_tokens=16, deadline=1
-    )
-    staged = scene.ledger.open_plan("s", BlockRange(0, 1), block_size=16, slots="", now=0, deadline=1)
+    ready = scene.ledger.open_plan("r", BlockRange(0, 1), block_size=16, slots="", now=0, promised_tokens=16)
+    staged = scene.ledger.open_plan("s", BlockRange(0, 1), block_size=16, slots="", now=0)
     scene.ledger.ready(staged, promised_tokens=16, leases=[], now=0)
     assert {ready.deadline, staged.deadline} == {inf}
     assert {ready.state, staged.state} == {State.PLANNED}

@@ -67,7 +67,6 @@ class LedgerMachine(RuleBasedStateMachine):
             now=self.now,
             leases=self.acquire(blocks, open_plan.leases if open_plan is not None else []),
             promised_tokens=count * BLOCK_SIZE - less if ready else 0,
-            deadline=self.now + 2,
         )
         self.seen.append(plan)
         assert plan.state is (State.PLANNED if ready else State.PENDING)
@@ -179,7 +178,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 2))
     def step(self, seconds: float) -> None:
         self.now += seconds
-        assert all(plan.deadline == inf for plan in self.ledger.open_plans() if plan.state is State.PLANNED)
+        assert all(plan.deadline == inf for plan in self.ledger.open_plans() if plan.state is not State.LOADING)
         for plan in self.ledger.expire(self.now):
             steps = self.ledger.step - plan.renewed_step
             assert plan.reason is (plan.postponed or EndReason.NOT_RENEWED)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpact.cache.plan import MAX_LOADS_WITHOUT_PROGRESS
+from kvpact.cache.prepare import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.config import KvpactConfig
 from kvpact.contract import WorkerReport
 from kvpact.metrics import METRICS, MISS_HINTS, MissReason, explain_misses, series

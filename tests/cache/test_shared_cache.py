@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hook_time import LONG, LONG_BLOCKS, PREFILL_SECONDS, HookTime, assert_all_steps_cost, assert_no_step_is_slow
-from kvpact.cache.finder import KEY_PIECE_TOKENS
+from kvpact.cache.prepare import KEY_PIECE_TOKENS
 from kvpact.cache.tier_set import POLL_SECONDS
 from kvpact.contract import ExternalKVMatch
 from kvpact.identity.keys import Namespace, RequestIdentity

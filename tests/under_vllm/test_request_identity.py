@@ -88,7 +88,7 @@ def make(tokens: Sequence[int] | None = TOKENS, **fields: Any) -> Request:
 def settled(view: VllmRequest) -> RequestIdentity | None:
     """The identity once nothing is under way any more."""
     deadline = time.monotonic() + 60
-    while view.waits_for_identity(60.0, time.monotonic()):
+    while view.awaits_identity:
         assert time.monotonic() < deadline, "a digest never came"
         time.sleep(0.001)
     return view.identity
@@ -210,7 +210,7 @@ def test_h49_media_whose_features_are_not_here_are_not_cached(identities: Reques
     image.data = MultiModalKwargsItem(fields) if what == "in shared memory" else None
     view = VllmRequest(make(mm_features=[image]), identities)
     assert view.identity is None
-    assert not view.waits_for_identity(60.0, 0.0), "there is nothing to wait for"
+    assert not view.awaits_identity, "there is nothing to wait for"
 
 
 def test_h49_media_that_another_process_encodes_by_name_are_not_cached() -> None:
@@ -533,12 +533,12 @@ def test_h68_a_long_prompt_of_embeddings_costs_the_scheduler_nothing(identities:
     assert time.thread_time() - began < 20e-3, "a look costs less than 20 us, whatever the request brings"
 
 
-def test_p11_a_request_waits_for_its_digests_no_longer_than_its_deadline(identities: RequestIdentities) -> None:
+def test_a_request_waits_for_its_digests_only_where_it_could_be_served_something(identities: RequestIdentities) -> None:
     gate = hold(identities)
     view = VllmRequest(make(mm_features=[picture(1.0)]), identities)
-    assert [view.waits_for_identity(2.0, now) for now in (10.0, 11.9, 12.0, 500.0)] == [True, True, False, False]
+    assert view.awaits_identity
     short = VllmRequest(make(TOKENS[:BLOCK], mm_features=[picture(1.0, at=0, length=2)]), identities)
-    assert not short.waits_for_identity(2.0, 10.0), "nothing of it could be served"
+    assert not short.awaits_identity, "nothing of it could be served"
     gate.set()
     assert changed(view, None) is not None, "its later blocks can be stored"
 

@@ -1,14 +1,16 @@
 """The time of a scheduler step: what it has cost so far, which requests it prepares, and what waits for a later one.
 
-Owns the seconds of the running step and the turns of what waits; knows no cache. Lives in the scheduler's process.
+Owns the seconds of the running step and the turns of what waits. Knows no cache but by the contract. Lives in the
+scheduler's process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from time import monotonic, perf_counter
-from typing import Protocol
+
+from kvpact.cache.waiting import Event, Told, Waiting
+from kvpact.contract import ExternalCache
 
 STEP_BUDGET_SECONDS = 0.2e-3
 """Seconds after which a scheduler step leaves what can wait to the next step. A step gets 1 ms (P11); one request costs
@@ -20,25 +22,6 @@ CROWD_BUDGETS, MAX_CROWD_BUDGETS, CROWD_SHARE = 25, 100, 0.1
 the last step took: at least 25 budgets, which are 5 ms, and at most 100. A step that answered a thousand of them at
 once would keep every decode waiting for 0.3 s. Less time would cost more than it spares: the engine asks each waiting
 request again in each step, and an engine with long steps must find enough requests to fill one."""
-
-
-class Turn(Enum):
-    """What happens to a probe."""
-
-    NOW = "now"
-    LATER = "later"
-    """The engine probes again in the next step."""
-    NEVER = "never"
-    """The request's deadline has passed, and this step has no time for it either: the engine computes it."""
-
-
-class Waiter(Protocol):
-    """What a request's state says about its probes."""
-
-    was_answered: bool
-    """Whether the last probe got an answer, and not "ask again later"."""
-    waits_until: float | None
-    """Time until which it may be told "ask again later", for whatever reason; None before it is."""
 
 
 class StepBudget:
@@ -74,40 +57,36 @@ class StepBudget:
         """Whether the step has used its budget: what can wait is left to the next step."""
         return self.charged + perf_counter() - self.hook_began > self.limit
 
-    def turn_of(self, waiter: Waiter, timeout: float, *, asks_shared: bool = True) -> Turn:
-        """What happens to the probe that the engine makes now: the probes of many requests are spread over steps.
+    def has_turn(self, waiting: Waiting, timeout: float, cache: ExternalCache) -> bool:
+        """Whether `cache` is asked for the request that is probed now; if not, it is told PUT_OFF or DECLINED.
 
-        Those that ask no shared tiers as `has_time_for` says; the others so:
+        The probes of many requests are spread over steps. A step answers probes while it is within its budget, and all
+        of requests that were answered before. Of the others, those that ask no shared tiers have more time, and each
+        step answers one in any case.
 
-        A step answers probes while it is within its budget. After a step that answered none, the first probe is
-        answered in any case. A request is put off for at most `timeout` seconds from when it was first told to ask
-        later; then twice the budget counts, and if that is spent too, the request is not prepared.
+        Those that ask shared tiers: after a step that answered none, the first probe is answered in any case. A request
+        is put off for at most `timeout` seconds from when it was first told to ask later; then twice the budget counts,
+        and if that is spent too, the request is declined.
         """
-        if not asks_shared:
-            return Turn.NOW if self.has_time_for(waiter) else Turn.LATER
-        if waiter.was_answered:
-            return Turn.NOW
-        spent = self.spent
-        if spent > self.limit and (self._probes or not self._owes_probe):
-            now = monotonic()
-            waiter.waits_until = waiter.waits_until or now + timeout
-            if now < waiter.waits_until:
-                self._put_off += 1
-                return Turn.LATER
-            if spent > 2 * self.limit:
-                return Turn.NEVER
+        spent, was_answered = self.charged + perf_counter() - self.hook_began, waiting.told is Told.ANSWERED
+        if was_answered or spent > self.limit:
+            if not cache.asks_shared:
+                if not was_answered and self._probes and spent > self._crowd:
+                    waiting.note(Event.PUT_OFF, monotonic() + timeout)
+                    return False
+            elif was_answered:
+                return True
+            elif self._probes or not self._owes_probe:
+                now = monotonic()
+                if now < (waiting.until or now + timeout):
+                    self._put_off += 1
+                    waiting.note(Event.PUT_OFF, now + timeout)
+                    return False
+                if spent > 2 * self.limit:
+                    waiting.note(Event.DECLINED)
+                    return False
         self._probes += 1
-        return Turn.NOW
-
-    def has_time_for(self, waiter: Waiter) -> bool:
-        """Whether memory's answer to the probe that the engine makes now need not wait for the next step.
-
-        Each step answers one such probe in any case, and all of requests that were answered before.
-        """
-        if waiter.was_answered or not self._probes or self.spent <= self._crowd:
-            self._probes += 1
-            return True
-        return False
+        return True
 
     def do_in_turn(self, *works: Callable[[], object]) -> None:
         """Do the one of `works` whose turn it is, even if the step is late, and the others while it has time."""

@@ -11,22 +11,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 from kvpact.cache.budget import StepBudget
-from kvpact.cache.exits import Exits
-from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
-from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import PactLedger, TransferJobs
 from kvpact.cache.lazy_offload import MIN_WINDOW
+from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
 from kvpact.cache.offload import Offloader
-from kvpact.cache.overdue import OverdueLoads
-from kvpact.cache.plan import Planner
 from kvpact.cache.prefetch import Prefetcher
+from kvpact.cache.prepare import Planner
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import LRUKeySet, TierSet
+from kvpact.cache.waiting import Told
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
@@ -45,7 +43,6 @@ from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.tags import BlockTags
 from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
-from kvpact.tiers.costs import PrefillRate
 from kvpact.tiers.executor import TierExecutor
 
 logger = logging.getLogger(__name__)
@@ -79,39 +76,31 @@ class PactCache(ExternalCache):
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = index_of(arena, groups, classes)
-        self.ledger = ledger = PactLedger(index.unpin, plan_lifetime_seconds=config.plan_lifetime)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
         self._lazy_window = lazy_window if config.save == "lazy" else None
         self._idle_steps = IdleSteps(clock)
-        self._prefill = PrefillRate(2 * block_size)
         self._computing = self._loading = 0
         """Tokens that the engine computes in the running step, and blocks that its commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
         of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
         requests = self.requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
+        lifetime, anew = config.plan_lifetime, requests.may_wait_anew
+        ledger = self.ledger = PactLedger(index.unpin, plan_lifetime_seconds=lifetime, kept_waiting=anew)
         limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
         load_budget = self._load_budget = LoadBudget(*limits)
-        exits = self._exits = Exits(ledger, index, requests, load_budget)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)
-        late = self._overdue = OverdueLoads(jobs)
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
-        below = self.tiers = TierSet(arena, metrics, clock, timeout, shares)
-        reads = self._prefetcher = Prefetcher(below, index, arena, metrics, clock, exits)
+        below = self.tiers = TierSet(arena, metrics, clock, budget, timeout, shares)
+        reads = self._prefetcher = Prefetcher(below, index, ledger)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         self._is_proven = arena.standing is Standing.PROVEN
-        writes = self.writeback = WriteBack(below, index, arena, metrics, epochs, clock, budget, seen_once)
+        writes = self.writeback = WriteBack(below, index, epochs, seen_once)
         reads.note_became_held = writes.note_became_held
-        saves = self.saves = Offloader(config, of_requests, index, exits, jobs, tags, writes, metrics, clock)
-        self._steps = StepLookups(requests, ledger, below, metrics, block_size, ranks)
-        finder = self._finder = Finder(config, index, below, reads, epochs, self._prefill, of_requests, clock, budget)
-        self._planner = Planner(
-            config, ledger, index, below, reads, finder, metrics, late, load_budget, exits, of_requests, clock
-        )
-        invalidation = self._invalidation = Invalidation(requests, index, below, jobs, saves, tags, epochs, block_size)
-        self._loads = Loads(
-            config, requests, ledger, index, jobs, late, load_budget, invalidation, writes, tags, metrics, of_requests
-        )
+        saves = self.saves = Offloader(config, of_requests, ledger, jobs, tags, writes)
+        self._steps = StepLookups(requests, ledger, below, ranks)
+        self._planner = Planner(config, ledger, of_requests, reads, jobs, load_budget, epochs)
+        self._loads = Loads(requests, ledger, of_requests, jobs, saves, load_budget)
         below.open(tiers)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
@@ -150,11 +139,11 @@ class PactCache(ExternalCache):
     @property
     def asks_shared(self) -> bool:
         """Whether `prepare_external_match` asks shared tiers."""
-        return self._finder.asks_shared
+        return self._planner.asks_shared
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Hold blocks through `context` while ranks copy them; its free queue says when to save lazily."""
-        self._overdue.bind(context)
+        self._jobs.bind(context)
         self.saves.bind(context, lazy_window=self._lazy_window)
 
     def on_new_request(self, request: EngineRequest) -> None:
@@ -162,21 +151,25 @@ class PactCache(ExternalCache):
 
         A step that has used its budget leaves that to the first probe; the request's identity is read now in any case.
         """
-        self._finder.ask_early(request, self.requests.of(request))
+        self._planner.ask_early(request, self.requests.of(request))
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
-        record = self.requests.of(request)
-        if record.waits_at is not None and self._planner.still_waits(request.request_id, record, num_computed_tokens):
+        state = self.requests.probed(request, num_computed_tokens)
+        if state.waiting.told is Told.LATER and self._planner.still_waits(
+            request.request_id, state, num_computed_tokens
+        ):
             return None
-        self.saves.note_probe(request.request_id, record, num_computed_tokens)
-        return self._planner.prepare(request, record, num_computed_tokens)
+        if self.saves.lazy is not None:
+            self.saves.lazy.note_probe(request.request_id, state)
+        return self._planner.prepare(request, state, num_computed_tokens)
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
-        record = self.requests.of(request)
-        self.saves.note_probe(request.request_id, record, num_computed_tokens)
-        self._planner.decline(request, record, num_computed_tokens)
+        state = self.requests.probed(request, num_computed_tokens)
+        if self.saves.lazy is not None:
+            self.saves.lazy.note_probe(request.request_id, state)
+        self._planner.decline(request, state, num_computed_tokens)
 
     def put_off_external_match(self, request: EngineRequest) -> None:
         """See `ExternalCache`: from now on tiers have `prepare_deadline` for the request."""
@@ -192,18 +185,24 @@ class PactCache(ExternalCache):
         self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]
     ) -> int:
         """See `ExternalCache`; accepts `num_tokens`, or none of them where side groups have no match of that length."""
-        plan = self._planner.take(request.request_id, match, num_tokens, len(block_ids))
-        loading = self._loads.begin(plan, match, num_tokens, block_ids, self._clock()) if plan is not None else 0
+        loading = self._loads.begin(request.request_id, match, num_tokens, block_ids)
         self._loading += loading
         return num_tokens if loading else 0
 
     def abort_external_match(self, request_id: str, match: ExternalKVMatch | None, reason: str) -> None:
         """See `ExternalCache`. The plan ends with `reason`, or with "error" if that is a word of the engine's own."""
-        self._exits.abort(request_id, match, reason)
+        plan = self.ledger.find(request_id)
+        if plan is not None and (match is None or match.query_result is plan):
+            self._load_budget.release(request_id)
+            is_known = reason in EndReason.__members__.values()
+            self.ledger.end(request_id, EndReason(reason) if is_known else EndReason.ERROR)
 
     def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`: `Ledger.postpone` says how long the promise holds."""
-        self._exits.postpone(request_id, reason)
+        plan = self.ledger.find(request_id)
+        if plan is not None and plan.state is not State.LOADING:
+            self._load_budget.release(request_id)
+            self.ledger.postpone(plan, EndReason(reason))
 
     # Saves
 
@@ -211,13 +210,15 @@ class PactCache(ExternalCache):
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, while there is room."""
-        self._loads.note_resumed(request.request_id)
+        loaded = self.ledger.find_settled(request.request_id)
+        if loaded is not None:
+            self._loads.note_resumed(loaded)
         self._load_budget.note_running((request.request_id,))
-        record = self.requests.of(request)
-        self._computing += max(0, num_computed_tokens - record.computed)
-        self.saves.note(request, record, num_computed_tokens, block_ids)
+        state = self.requests.of(request)
+        self._computing += max(0, num_computed_tokens - state.computed)
+        quiet_until = self.saves.note(request, state, num_computed_tokens, block_ids)
         if not self.ledger.has_plan(request.request_id):
-            record.quiet_until = self.saves.quiet_until(record)
+            state.note_quiet(quiet_until)
 
     def note_running(
         self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
@@ -232,7 +233,7 @@ class PactCache(ExternalCache):
         """See `SupportsStepLookup`: looks in the shared tiers, but not for blocks that another request is saving."""
         save = self._jobs.save_ordered_now(request.request_id)
         if save is not None and save.job.start_block == computed_tokens // self._block_size:
-            keys = self._finder.find_elsewhere(request, self.requests.of(request), save.job.blocks)
+            keys = self._planner.find_elsewhere(request, self.requests.of(request), save.job.blocks)
             if keys:
                 self._steps.order(save.job, computed_tokens, max_tokens, keys)
 
@@ -250,14 +251,13 @@ class PactCache(ExternalCache):
             self.tiers.end_step()
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
-        self._prefill.note_step(max(0, self._computing), now)
+        self._planner.prefill.note_step(max(0, self._computing), now)
         self.saves.order_put_off(now)
         if self.saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
-        self._exits.expire(now)
-        self._overdue.end_step(now)
+        self.ledger.expire(now)
         return self._jobs.end_step(now, self._steps.end_step())
 
     def abandon_step(self, num_ranks: int) -> None:
@@ -274,7 +274,7 @@ class PactCache(ExternalCache):
         # Loads first: what a request saved after a failed load is not trusted.
         loads, saves = self._jobs.apply_report(report)
         settlements = [settled for load in loads if (settled := self._loads.end(load))]
-        settlements += [self._loads.end_late(load) for load in self._overdue.give_up(self._clock())]
+        settlements += [self._loads.end_late(load) for load in self._jobs.give_up(self._clock())]
         for save in saves:
             self.saves.settle(save)
         if self.tiers.clients and not self.budget.exhausted:
@@ -284,20 +284,22 @@ class PactCache(ExternalCache):
 
     # Requests
 
-    def _renamed(self, request_id: str, record: RequestState, block: int) -> None:
+    def _renamed(self, request_id: str, state: RequestState, block: int) -> None:
         """A request's blocks from `block` on have other keys: end their plan and lookup."""
-        self._exits.end_renamed(request_id, block)
+        plan = self.ledger.find(request_id)
+        if plan is not None and plan.blocks.end > block:
+            self.ledger.end(request_id, EndReason.SUPERSEDED)
         self._jobs.cut_put_off(request_id, block)
-        record.drop_lookup()
+        state.drop_lookup()
 
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`. Copies under way keep their blocks until all ranks have reported."""
         self.ledger.finish_request(request_id)
         self._load_budget.request_finished(request_id)
         self.saves.request_finished(request_id)
-        record = self.requests.live.pop(request_id, None)
-        if record is not None:
-            record.drop_lookup()
+        state = self.requests.live.pop(request_id, None)
+        if state is not None:
+            state.drop_lookup()
 
     # Whole cache
 
@@ -336,7 +338,7 @@ class PactCache(ExternalCache):
 
     def _begin_epoch(self) -> None:
         """The weights may have changed: everything under way belongs to the old ones."""
-        self._exits.end_all(EndReason.CACHE_RESET)
+        self.ledger.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
         self.saves.clear()
         self.writeback.clear()
@@ -348,21 +350,21 @@ class PactCache(ExternalCache):
     @property
     def has_overdue_loads(self) -> bool:
         """Whether a load's deadline has passed and ranks may still write to its blocks."""
-        return self._overdue.is_stuck
+        return self._jobs.is_stuck
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """See `ExternalCache`."""
         self._steps.distrust_blocks(frozenset(block_ids))
-        self._invalidation.distrust_blocks(block_ids, tables)
+        self._loads.distrust_blocks(block_ids, tables)
 
     def distrust_adapter(self, adapter: str) -> None:
         """See `ExternalCache`."""
-        self._invalidation.distrust_adapter(adapter)
+        self._loads.distrust_adapter(adapter)
 
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
-        self.metrics.set("prefill_speed", self._prefill.tokens_per_second)
+        self.metrics.set("prefill_speed", self._planner.prefill.tokens_per_second)
         for name, total, label in self.ledger.totals.counts():
             self.metrics.raise_to(name, total, label)
         self.metrics.set("open_plans", len(self.ledger.open_plans()))
@@ -374,9 +376,11 @@ class PactCache(ExternalCache):
 
     def check(self) -> None:
         """Verify the invariants of all parts; raises PactViolation."""
-        parts = (self.ledger, self.index, self._jobs, self._overdue, self._load_budget, self._prefetcher, self.saves)
+        parts = (self.ledger, self.index, self._jobs, self._load_budget, self._prefetcher, self.saves)
         for part in (*parts, self.metrics):
             part.check()
+        for state in self.requests.live.values():
+            state.waiting.check()
         known = self.ledger.known_requests.union(self.saves.lazy.known_requests if self.saves.lazy is not None else ())
         loading = {load.job.request_id for load in self._jobs.loads.values()}
         if gone := known - loading - self.requests.live.keys():
@@ -384,7 +388,7 @@ class PactCache(ExternalCache):
 
     def shutdown(self) -> None:
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""
-        self._exits.end_all(EndReason.SHUTDOWN)
+        self.ledger.end_all(EndReason.SHUTDOWN)
         self.writeback.close()
         if not self.tiers.close(self._config.shutdown_timeout):
             logger.warning("kvpact: some writes did not finish in time")

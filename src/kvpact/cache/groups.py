@@ -104,7 +104,7 @@ class RequestGroups:
             row, rows = self.groups.row_of(number, block), state.keys.keys if state.keys is not None else []
             if row >= len(rows):
                 return None
-            key = state.side_keys[number, block] = self.groups.side_key(rows[row], number, block)
+            key = state.keep_side_key(number, block, self.groups.side_key(rows[row], number, block))
         return key
 
     def needed(self, number: int, rows: int, computed_rows: int = 0) -> BlockRange:
@@ -171,7 +171,7 @@ class RequestGroups:
         last, groups = keys[rows.end - 1], self.groups
         pins, runs = [self.index.pin(last)], []
         if groups.chain is not None:
-            slots = self.index.slots_to(self.index.slot(last), rows.count)
+            slots = self.index.slots_to(pins[0].slot, rows.count)
             runs.append(GroupBlocks(groups.chain, rows.start, keys[rows.start : rows.end], slots))
         for number in groups.sides:
             blocks = self.needed(number, rows.end, rows.start)

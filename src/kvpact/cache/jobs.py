@@ -1,23 +1,42 @@
 """The copies that workers were told to make, from the order until every rank has reported.
 
-Owns the jobs under way, what each rank has reported of them, and when a rank is asked again. The caller decides what a
-finished copy means. No clock: times are arguments.
+Owns the jobs under way, what each rank has reported of them, when a rank is asked again, and the hold on the engine's
+blocks that a load may still write to after the engine has gone on without it. The caller decides what a finished copy
+means, and what a late one costs its request. No clock: times are arguments.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from sys import maxsize
 
 from kvpact.cache.ledger import Ledger, Plan
-from kvpact.contract import JobOutcome, JobQuery, JobTally, LoadJob, SaveJob, StepLookup, StepWork, WorkerReport
+from kvpact.contract import (
+    BlockHolder,
+    JobOutcome,
+    JobQuery,
+    JobTally,
+    LoadJob,
+    SaveJob,
+    StepLookup,
+    StepWork,
+    WorkerReport,
+)
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.identity.tags import Tag
 from kvpact.index.block_index import Pin
 from kvpact.ranges import NO_RANGES, RangeSet
+from kvpact.tiers.log_once import LogOnce
+
+logger = logging.getLogger(__name__)
+
+STEPS_TO_HEAR = 2
+"""Steps after which a load that was given up is settled as late. A load that ended before the workers heard of it has
+been reported by then, also if the engine schedules a step before it takes in the results of the last one."""
 
 Slots = tuple[int, ...]
 
@@ -68,6 +87,8 @@ class LoadState:
     """Whether its deadline has passed: the workers let the engine continue without it."""
     told: bool = False
     """Whether it was settled as late. Later reports of it concern the cache alone."""
+    holder: BlockHolder | None = None
+    """The context through which its blocks are held, if they are."""
     job: LoadJob = field(init=False)
     """The first job, by whose id the load is known."""
     job_ids: list[int] = field(init=False)
@@ -236,6 +257,7 @@ class TransferJobs:
     """All loads and saves under way on `ranks` ranks, and the saves that are still to be ordered.
 
     Ranks are asked about a job every `timeout` seconds, which leaves time to ask twice before a load's deadline.
+    Without a scheduler context no load is given up (H07).
     """
 
     ranks: int
@@ -253,13 +275,23 @@ class TransferJobs:
     _outbox: _Outbox = field(default_factory=_Outbox, init=False)
     _loads_by_job: dict[int, LoadState] = field(default_factory=dict, init=False)
     """Id of each job of a load -> the load."""
+    _context: BlockHolder | None = field(default=None, init=False)
+    _given_up: dict[int, int] = field(default_factory=dict, init=False)
+    """Id of each load that was given up -> the step in which it was; until no rank can write its blocks."""
+    _step: int = field(default=0, init=False)
+    _told: LogOnce = field(default_factory=lambda: LogOnce(logger), init=False)
+
+    def bind(self, context: BlockHolder) -> None:
+        """Hold blocks through `context`."""
+        self._context = context
 
     def order_load(
         self, plan: PactPlan, placed: Sequence[Placed], keys: Sequence[BlockKey], now: float, *, synchronous: bool
     ) -> LoadState:
         """With this step, copy blocks of a committed plan from their slots into the engine's; `keys` is the chain.
 
-        The step waits for a `synchronous` load. `placed` has at least one entry.
+        The step waits for a `synchronous` load, whose blocks are held from now on: the engine may schedule the next
+        step, and reuse them, before it hears that the load failed. `placed` has at least one entry.
         """
         parts = []
         for run, ids in placed:
@@ -270,7 +302,14 @@ class TransferJobs:
         self.loads[load.job.job_id] = load
         self._loads_by_job.update(dict.fromkeys(load.job_ids, load))
         self._outbox.loads += [part.job for part in parts]
+        if synchronous:
+            self._hold(load)
         return load
+
+    def _hold(self, load: LoadState) -> None:
+        if self._context is not None and load.holder is None:
+            self._context.touch(load.block_ids)
+            load.holder = self._context
 
     def order_save(self, run: OffloadRun, slots: Slots | range, pin: Pin, now: float) -> SaveState:
         """After this step, copy the engine's blocks of `run` into `slots`; `pin` keeps the last of them."""
@@ -296,7 +335,12 @@ class TransferJobs:
         return self.saves[job.job_id] if job is not None else None
 
     def end_step(self, now: float, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
-        """What to tell the workers, with queries about copies that have not ended for `timeout` seconds."""
+        """What to tell the workers, with queries about copies that have not ended for `timeout` seconds.
+
+        Loads whose deadline has passed are given up.
+        """
+        self._step += 1
+        self._give_up(now)
         tasks: list[LoadState | SaveState] = [*self.loads.values(), *self.saves.values()]
         for task in tasks:
             if now < task.ask_at:
@@ -308,20 +352,36 @@ class TransferJobs:
                     self._outbox.overdue += task.job_ids  # a worker may not have heard it
         return self._outbox.take(lookups)
 
-    def give_up(self, now: float) -> list[LoadState]:
-        """Loads whose deadline has passed. This step tells the workers so, once, and again with each query.
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a rank may hang in a copy: a new order would wait for it."""
+        return bool(self._given_up)
+
+    def _give_up(self, now: float) -> None:
+        """Hold the blocks of loads whose deadline has passed. This step tells the workers so, and each query again.
 
         A load is not given up in the step that orders it.
         """
-        overdue = [
-            load
-            for load in self.loads.values()
-            if now > load.plan.deadline and not load.given_up and not self._outbox.has(load.job)
-        ]
-        for load in overdue:
+        for load in self.loads.values() if self._context is not None else ():
+            if now <= load.plan.deadline or load.given_up or self._outbox.has(load.job):
+                continue
             load.given_up = True
             self._outbox.overdue += load.job_ids
-        return overdue
+            self._hold(load)
+            self._given_up[load.job.job_id] = self._step
+            text = (
+                "kvpact: the load of %d blocks for request %s is late; they are computed instead (others are counted)"
+            )
+            self._told.log("late", logging.WARNING, text, len(load.block_ids), load.job.request_id)
+
+    def give_up(self, now: float) -> list[LoadState]:
+        """Give up what is overdue; returns the loads that the engine continues without from now on, each once."""
+        self._give_up(now)
+        late = [self.loads[job_id] for job_id, step in self._given_up.items() if self._step - step >= STEPS_TO_HEAR]
+        late = [load for load in late if not load.told]
+        for load in late:
+            load.told = True
+        return late
 
     def abandon_step(self) -> WorkerReport:
         """The running step's orders never reach the workers: returns a report that all ranks failed them."""
@@ -345,9 +405,12 @@ class TransferJobs:
         return loads, [task for task in ended if isinstance(task, SaveState)]
 
     def end(self, task: LoadState | SaveState) -> None:
-        """The job is settled."""
+        """The job is settled: no rank can write to a load's blocks any more."""
         if isinstance(task, LoadState):
             del self.loads[task.job.job_id]
+            self._given_up.pop(task.job.job_id, None)
+            if task.holder is not None:
+                task.holder.free_blocks(task.block_ids)
             for job_id in task.job_ids:
                 del self._loads_by_job[job_id]
         else:
@@ -402,6 +465,8 @@ class TransferJobs:
         for job_id, task in tasks:
             if task.job.job_id != job_id or not 0 < job_id <= self.ordered or task.is_complete:
                 raise PactViolation(f"job {job_id} is kept as under way and in disorder: {task}")
+        if gone := self._given_up.keys() - self.loads.keys():
+            raise PactViolation(f"blocks are held for loads that have ended: {sorted(gone)}")
 
     def __len__(self) -> int:
         return len(self.loads) + len(self.saves) + len(self.put_off)

@@ -16,6 +16,7 @@ from typing import Final
 
 from kvpact.cache.groups import RequestGroups, Tables, runs_of
 from kvpact.cache.jobs import OffloadRun
+from kvpact.cache.request import RequestState
 from kvpact.contract import KVCacheBlockView, SchedulerContext
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
@@ -158,6 +159,12 @@ class LazyOffload:
                 self._publish(block_id, entry)
         if still:
             self._unpublished[request_id] = still
+
+    def note_probe(self, request_id: str, state: RequestState) -> None:
+        """The engine probes for a request: if it was preempted, it gets other blocks."""
+        if state.offloaded_blocks:
+            state.note_offloaded(0)
+            self.rewind(request_id)
 
     def rewind(self, request_id: str) -> None:
         """The request lost its blocks: forget those that were not published."""

@@ -80,8 +80,8 @@ class Plan(Generic[Lease, Slots]):
     """The cache's record of one match. Only the ledger writes it, but for `slots`, which the cache writes.
 
     `blocks` is the match in engine blocks; its last block may be covered in part. Times are seconds on the caller's
-    clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds the staging while
-    PENDING and the load while LOADING. `postponed` is why the engine did not take the match, as it said after the last
+    clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds the load while
+    LOADING. `postponed` is why the engine did not take the match, as it said after the last
     prepare; the state is as before, since the promise holds.
     """
 
@@ -152,6 +152,8 @@ class Ledger(Generic[Lease, Slots]):
     plan_lifetime_seconds: float
     plan_lifetime_steps: int = PLAN_LIFETIME_STEPS
     postponed_steps: int = POSTPONED_STEPS
+    kept_waiting: Callable[[str], object] | None = None
+    """Told the request of each postponed plan that ends: it was the engine that kept it waiting."""
     totals: Totals = field(default_factory=Totals, init=False)
     history: deque[PlanRecord] = field(default_factory=partial(deque, maxlen=HISTORY_LENGTH), init=False)
     step: int = field(default=0, init=False)
@@ -173,13 +175,12 @@ class Ledger(Generic[Lease, Slots]):
         now: float,
         leases: Iterable[Lease] = (),
         promised_tokens: int = 0,
-        deadline: float = inf,
     ) -> Plan[Lease, Slots]:
         """Open a plan: PLANNED if tokens are promised, PENDING (promising nothing yet) if `promised_tokens` is 0.
 
         An older plan of the request that is not loading yet is superseded: its leases that are also in `leases` move
-        over (do not acquire them again), the others are released. `deadline` is when a PENDING plan must be staged.
-        PactViolation if the older plan is loading, or if the promise does not end in the last of `blocks`.
+        over (do not acquire them again), the others are released. PactViolation if the older plan is loading, or if
+        the promise does not end in the last of `blocks`.
         """
         old = self._open.get(request_id)
         if old is not None:
@@ -191,7 +192,6 @@ class Ledger(Generic[Lease, Slots]):
             slots=slots,
             renewed_at=now,
             renewed_step=self.step,
-            deadline=inf if promised_tokens else deadline,
         )
         if promised_tokens:
             _require_promise(plan, blocks, promised_tokens)
@@ -246,7 +246,7 @@ class Ledger(Generic[Lease, Slots]):
         self._require(plan, Event.PREPARE_READY)
         _require_promise(plan, blocks, promised_tokens)
         self._apply(plan, Event.PREPARE_READY)
-        plan.renewed_at, plan.renewed_step, plan.postponed, plan.deadline = now, self.step, None, inf
+        plan.renewed_at, plan.renewed_step, plan.postponed = now, self.step, None
         self._promise(plan, blocks, promised_tokens)
         self._hold(plan, leases)
 
@@ -399,6 +399,37 @@ class Ledger(Generic[Lease, Slots]):
         ]
         return sorted(found, key=lambda entry: entry[0].renewed_step)
 
+    def make_room(self, room: Callable[[], int], wanted: int) -> int:
+        """What `room` tells. If that is less than `wanted`, postponed plans end, one by one, until it is not.
+
+        A plan that was prepared in this step does not end. Engines ask for their queue's head first, so the head gets
+        room from the requests queued after it and never the other way round: two requests do not evict each other in
+        turn.
+        """
+        found = room()
+        for plan, _ in self.postponed_plans() if found < wanted else ():
+            self._end_unused(plan)
+            found = room()
+            if found >= wanted:
+                break
+        return found
+
+    def _end_unused(self, plan: Plan[Lease, Slots]) -> None:
+        self.abort(plan, plan.postponed or EndReason.NOT_RENEWED)
+        if plan.postponed is not None and self.kept_waiting is not None:
+            self.kept_waiting(plan.request_id)
+
+    def end(self, request_id: str, reason: EndReason) -> None:
+        """End the request's plan, if it has one that is not loading."""
+        plan = self._open.get(request_id)
+        if plan is not None and plan.state is not State.LOADING:
+            self.abort(plan, reason)
+
+    def end_all(self, reason: EndReason) -> None:
+        """End every plan that is not loading."""
+        for request_id in [*self._open]:
+            self.end(request_id, reason)
+
     def abort(self, plan: Plan[Lease, Slots], reason: EndReason) -> None:
         """End a plan that is not loading yet and release its leases. A plan that is loading can only be settled."""
         self._abort(plan, reason)
@@ -409,7 +440,7 @@ class Ledger(Generic[Lease, Slots]):
         self.step += 1
         stale = [plan for plan in self._open.values() if plan.state is not State.LOADING and self._is_stale(plan, now)]
         for plan in stale:
-            self.abort(plan, plan.postponed or EndReason.NOT_RENEWED)
+            self._end_unused(plan)
         return stale
 
     def _is_stale(self, plan: Plan[Lease, Slots], now: float) -> bool:

@@ -42,7 +42,8 @@ class LoadBudget:
         """The requests that the last step computed and that have not finished."""
 
     def hold(self, request_id: str, blocks: int) -> bool:
-        """Whether the step waits for a load of `blocks` blocks; if so, the request, which held none, holds them."""
+        """Whether the step waits for a load of `blocks` blocks; if so, the request holds them, and no others."""
+        self._left += self._held.pop(request_id, 0)
         beside_others = len(self._running) > (request_id in self._running)
         if blocks > self._left - (self.blocks - self.blocks_beside_others if beside_others else 0):
             return False

@@ -1,51 +1,62 @@
-"""How loads begin and end: blocks that arrive are used; the others are computed, and not promised again."""
+"""How loads begin and end, and what is dropped when blocks are not what they should be.
+
+Blocks that arrive are used; the others are computed, and not promised again. Blocks that failed to load, or that were
+computed from garbage, are dropped by every part that has or gets them, told in one place. Owns nothing but what people
+were told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvpact.cache.groups import RequestGroups
-from kvpact.cache.invalidation import Invalidation
 from kvpact.cache.jobs import LoadState, PactLedger, PactPlan, TransferJobs
 from kvpact.cache.load_budget import LoadBudget
-from kvpact.cache.overdue import OverdueLoads
+from kvpact.cache.offload import Offloader
 from kvpact.cache.request import Requests, RequestState
-from kvpact.cache.writeback import Offer, WriteBack
-from kvpact.config import KvpactConfig
+from kvpact.cache.tier_set import TierSet
+from kvpact.cache.writeback import Offer
 from kvpact.contract import ExternalKVMatch, LoadSettlement, num_blocks_for
-from kvpact.identity.tags import NO_TAG, BlockTags
+from kvpact.errors import PactViolation
+from kvpact.identity.keys import BlockKey
+from kvpact.identity.tags import NO_TAG, first_among
 from kvpact.index.block_index import BlockIndex, Pin
-from kvpact.metrics import EndReason, Metrics
+from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
+from kvpact.tiers.log_once import LogOnce
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Loads:
     """Orders and settles the loads of one engine's requests."""
 
-    config: KvpactConfig
     requests: Requests
     ledger: PactLedger
-    index: BlockIndex
-    jobs: TransferJobs
-    overdue: OverdueLoads
-    load_budget: LoadBudget
-    invalidation: Invalidation
-    writeback: WriteBack
-    tags: BlockTags
-    metrics: Metrics
     groups: RequestGroups
+    jobs: TransferJobs
+    saves: Offloader
+    load_budget: LoadBudget
+    index: BlockIndex = field(init=False)
+    tiers: TierSet = field(init=False)
+    _told: LogOnce = field(default_factory=lambda: LogOnce(logger), init=False)
 
-    def begin(
-        self, plan: PactPlan, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int], now: float
-    ) -> int:
-        """The engine takes the first `num_tokens` of a plan into `block_ids`; returns the number of blocks loaded.
+    def __post_init__(self) -> None:
+        self.index, self.tiers = self.groups.index, self.saves.tiers
 
-        Its step waits for the load if `match`, which is what the engine was told of the plan, says so. 0: the cache
-        declines, because it may have promised more than is left of the side groups for fewer tokens.
+    def begin(self, request_id: str, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]) -> int:
+        """The engine takes the first `num_tokens` of a match into `block_ids`; returns the number of blocks loaded.
+
+        Its step waits for the load if `match` says so. 0: the engine declines, or the cache, because it may have
+        promised more than is left of the side groups for fewer tokens.
         """
-        synchronous, groups = not match.load_kv_async, self.groups
+        plan = self._taken(request_id, match, num_tokens, len(block_ids))
+        if plan is None:
+            return 0
+        now, synchronous, groups = self.tiers.clock(), not match.load_kv_async, self.groups
         blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.groups.block_size))
         state = self.requests.live[plan.request_id]
         leases = plan.leases
@@ -57,24 +68,42 @@ class Loads:
             for pin in keep if keep is not None and keep is not leases else ():
                 self.index.unpin(pin)
             return 0
-        state.commit(num_tokens)
+        state.commit(num_tokens, blocks)
         loaded = sum(len(ids) for _, ids in placed)
         if synchronous:
             self.load_budget.spend(loaded)
         keys = state.keys.keys if state.keys is not None else []
-        self.tags.fill(groups.hanging_of(tables, blocks), NO_TAG)
+        self.requests.tags.fill(groups.hanging_of(tables, blocks), NO_TAG)
         for run, ids in placed:
-            self.tags.fill(ids, state.tag)
+            self.requests.tags.fill(ids, state.tag)
             if run.group == groups.groups.chain:
-                self.writeback.note_used(Offer(keys, blocks.end))
+                self.saves.writeback.note_used(Offer(keys, blocks.end))
             else:
-                self.writeback.note_used(Offer(run.keys, follow=False))
-        if blocks.start <= state.sound < blocks.end:
-            state.sound = blocks.end
-        state.loaded_rows = blocks.end
-        self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.config.load_deadline)
-        self.overdue.begin(self.jobs.order_load(plan, placed, keys[: blocks.end], now, synchronous=synchronous))
+                self.saves.writeback.note_used(Offer(run.keys, follow=False))
+        self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.saves.config.load_deadline)
+        self.jobs.order_load(plan, placed, keys[: blocks.end], now, synchronous=synchronous)
         return loaded
+
+    def _taken(self, request_id: str, match: ExternalKVMatch, num_tokens: int, num_block_ids: int) -> PactPlan | None:
+        """The plan of which the engine takes `num_tokens` into its blocks; None if it declines.
+
+        Raises PactViolation if the match is not the request's open plan, or promises fewer tokens.
+        """
+        plan = self.ledger.find(request_id)
+        if plan is None or plan is not match.query_result:
+            raise PactViolation(f"request {request_id} commits a match that is not its open plan")
+        self.load_budget.release(request_id)
+        if num_tokens == 0:
+            self.ledger.abort(plan, EndReason.DECLINED)
+            return None
+        end = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
+        named = self.groups.groups.chain == 0  # `block_ids` are the first group's
+        if num_tokens > plan.promised_tokens or (named and end > num_block_ids):
+            raise PactViolation(
+                f"request {request_id} commits {num_tokens} tokens into {num_block_ids} blocks; "
+                f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
+            )
+        return plan
 
     def _cut(self, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[Pin] | None:
         """The engine takes less than was promised: pins on what that needs; None if memory does not have it."""
@@ -94,32 +123,29 @@ class Loads:
         plan.slots, pins = groups.lease(state, keys, blocks)
         return pins
 
-    def note_resumed(self, request_id: str) -> None:
+    def note_resumed(self, plan: PactPlan) -> None:
         """The engine computes the request: it uses what an asynchronous load brought, up to the first hole."""
-        plan = self.ledger.find_settled(request_id)
-        if plan is not None:
-            arrived = RangeSet.of(plan.committed_blocks).difference(plan.failed)
-            blocks = arrived.prefix_from(plan.blocks.start)
-            self.ledger.use(plan, min(blocks * self.groups.block_size, plan.loaded_tokens))
+        arrived = RangeSet.of(plan.committed_blocks).difference(plan.failed)
+        blocks = arrived.prefix_from(plan.blocks.start)
+        self.ledger.use(plan, min(blocks * self.groups.block_size, plan.loaded_tokens))
 
     def end_late(self, load: LoadState) -> LoadSettlement:
         """The engine continues without a load that ranks may still carry out; what is stored is not at fault."""
         job, blocks = load.job, load.plan.committed_blocks
-        self.metrics.add("overdue_loads")
+        self.tiers.metrics.add("overdue_loads")
         self.requests.not_again(job.request_id, blocks.start)
         if (state := self.requests.live.get(job.request_id)) is not None:
-            state.sound = min(state.sound, blocks.start)
+            state.note_sound(min(state.sound, blocks.start))
         if job.synchronous:
             self.jobs.invalidate(job.request_id, load.keys[blocks.start], blocks.start)
         else:
-            self.tags.fill(load.block_ids, NO_TAG)
+            self.requests.tags.fill(load.block_ids, NO_TAG)
         return LoadSettlement(job.request_id, RangeSet(), RangeSet.of(blocks), not job.synchronous, late=True)
 
     def end(self, load: LoadState) -> LoadSettlement | None:
         """Settle a load that no rank can write to any more; None if the engine was told before."""
         job, plan, size = load.job, load.plan, self.groups.block_size
         self.jobs.end(load)
-        self.overdue.end(load)
         if load.told:
             self.ledger.settle(plan, loaded=RangeSet(), failed=RangeSet.of(plan.committed_blocks), used_tokens=0)
             self._drop_if_gone(job.request_id)
@@ -137,16 +163,94 @@ class Loads:
                 state.go_back(failed.start, size)
             for part in load.parts:
                 spoilt = part.job.block_ids[failed.start - part.job.start_block if part.is_chain else 0 :]
-                self.tags.fill(spoilt, NO_TAG)
+                self.requests.tags.fill(spoilt, NO_TAG)
         if load.recalled:
             pass  # the outcome says nothing about what is stored
         elif failed is not None and (late := load.given_up and not outcome.done.ranges):
-            self.metrics.add("overdue_loads")
+            self.tiers.metrics.add("overdue_loads")
         elif failed is not None:
-            self.invalidation.load_failed(load)
+            self._load_failed(load)
         self._drop_if_gone(job.request_id)
         return LoadSettlement(job.request_id, outcome.done, outcome.failed, not job.synchronous, late)
 
     def _drop_if_gone(self, request_id: str) -> None:
         if request_id not in self.requests.live:
             self.ledger.finish_request(request_id)
+
+    # What is no longer trusted
+
+    def _invalidate_from(self, request_id: str, keys: Sequence[BlockKey], block: int) -> None:
+        """Neither serve nor store the chain `keys` from `block` on: the one place that tells all parts."""
+        gone = keys[block:]
+        self.jobs.invalidate(request_id, gone[0], block)
+        self.index.drop(gone[0])
+        self.tiers.delete(gone)
+        if self.saves.lazy is not None:
+            self.saves.lazy.forget(gone)
+
+    def _load_failed(self, load: LoadState) -> None:
+        """Blocks failed to load: drop them, and all of the chain after them, everywhere."""
+        name, failed, hanging = load.job.request_id, load.chain_failed_from(), load.failed_keys()
+        if failed is not None:
+            text = "kvpact: blocks from %d on of request %s failed to load; dropped (later ones are counted)"
+            self._told.log("chain", logging.WARNING, text, failed, name)
+            self._invalidate_from(name, load.keys, failed)
+        if hanging:
+            text = "kvpact: %d blocks of side groups of request %s failed to load; dropped (later ones are counted)"
+            self._told.log("side groups", logging.WARNING, text, len(hanging), name)
+            for key in hanging:
+                self.index.drop(key)
+            self.tiers.delete(hanging)
+            start = load.plan.blocks.start
+            self.jobs.invalidate(name, load.keys[start], start)
+            state = self.requests.live.get(name)
+            if self.saves.lazy is not None:  # nor save what the engine computed from them
+                keys = state.keys.keys if state is not None and state.keys is not None else load.keys
+                self.saves.lazy.forget(keys[start:])
+
+    def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """Trust these blocks of the engine no more: neither they nor blocks computed after them are stored (H48).
+
+        `tables` has the block table of each request that may have some of them. What is stored of these requests from
+        the first such block on is dropped everywhere.
+        """
+        self.requests.tags.fill(block_ids, NO_TAG)
+        saving = first_among(block_ids, self.jobs.blocks_to_save())
+        computed = first_among(block_ids, ((request_id, 0, table) for request_id, table in tables.items()))
+        for request_id, first in computed.items():
+            self.requests.tags.fill(tables[request_id][first:], NO_TAG)
+        for request_id in saving.keys() | computed.keys():
+            self._distrust_from(request_id, min(each[request_id] for each in (saving, computed) if request_id in each))
+
+    def _distrust_from(self, request_id: str, first: int) -> None:
+        """The content of a request's blocks from `first` on is unknown. The request may have finished."""
+        self.jobs.cut_put_off(request_id, first)
+        chains: list[Sequence[BlockKey]] = [
+            save.run.chain for save in self.jobs.saves.values() if save.job.request_id == request_id
+        ]
+        state = self.requests.live.get(request_id)
+        if state is not None and state.keys is not None:
+            state.go_back(first, self.groups.block_size)
+            chains.append(state.keys.keys)
+        for keys in chains:
+            if len(keys) > first:
+                self._invalidate_from(request_id, keys, first)
+
+    def distrust_adapter(self, adapter: str) -> None:
+        """What the engine computed under `adapter`, as identities name it, may be another adapter's.
+
+        None of it that is not saved yet is saved. Blocks that were reported as saved before are right.
+        """
+        tag = self.requests.tags.withdraw(adapter)
+        for save in self.jobs.saves.values():
+            save.trusted &= tag != NO_TAG and not self.requests.tags.same_prefix(save.job.block_ids, 0, tag)
+        for waiting in self.jobs.put_off:
+            waiting.trusted &= waiting.tag != tag
+        if self.saves.lazy is not None:
+            if tag == NO_TAG:
+                self.saves.lazy.clear()
+            else:
+                self.saves.lazy.invalidate_blocks(self.requests.tags.blocks_with(tag))
+        for state in self.requests.live.values():
+            if state.identity is not None and state.identity.adapter == adapter:
+                state.retag(self.requests.tags.tag_of(self.requests.epochs.generation, adapter))

@@ -11,20 +11,21 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from kvpact.cache.exits import Exits
 from kvpact.cache.groups import RequestGroups, Tables, runs_of
-from kvpact.cache.jobs import OffloadRun, Piece, PutOffSave, SaveState, TransferJobs
+from kvpact.cache.jobs import OffloadRun, PactLedger, Piece, PutOffSave, SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.request import RequestState
+from kvpact.cache.tier_set import TierSet
 from kvpact.cache.writeback import Offer, WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, BlockKeys
-from kvpact.identity.tags import NO_TAG, BlockTags
+from kvpact.identity.tags import BlockTags
 from kvpact.index.block_index import ROOT, BlockIndex
-from kvpact.metrics import MEMORY, Metrics
+from kvpact.metrics import MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +46,21 @@ class Offloader:
 
     config: KvpactConfig
     groups: RequestGroups
-    index: BlockIndex
-    exits: Exits
+    ledger: PactLedger
     jobs: TransferJobs
     tags: BlockTags
     writeback: WriteBack
-    metrics: Metrics
-    clock: Callable[[], float]
+    index: BlockIndex = field(init=False)
+    tiers: TierSet = field(init=False)
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
     piece_blocks: int = PIECE_BLOCKS
     _left: int = field(default=PIECE_BLOCKS, init=False)
     """Rows of which the running step may still order saves."""
     _context: BlockHolder | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.index, self.tiers = self.groups.index, self.writeback.tiers
 
     def bind(self, context: BlockHolder, *, lazy_window: int | None) -> None:
         """Hold blocks through `context` while they are copied. With a window, save only what the engine evicts next."""
@@ -75,19 +78,21 @@ class Offloader:
         """Whether anything is saved that requests compute."""
         return self.config.save != "off" and self.groups.shows_all
 
-    def note_probe(self, request_id: str, state: RequestState, computed_tokens: int) -> None:
-        """The engine probes for a request of which it has `computed_tokens`; their blocks are unknown."""
-        state.computed, state.sound, state.loaded_rows, state.quiet_until = computed_tokens, 0, 0, 0
-        if self.lazy is not None and state.offloaded_blocks:  # preempted: the request gets other blocks
-            state.offloaded_blocks = 0
-            self.lazy.rewind(request_id)
-
     # What a step computes
 
     def note(
         self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> int:
+        """After this step the first `computed_tokens` tokens are computed: save full blocks that are not stored.
+
+        Returns the number of tokens with which the request next fills a block, if nothing is to be done until then.
+        """
+        self._note(request, state, computed_tokens, block_ids)
+        return self._quiet_until(state)
+
+    def _note(
+        self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """After this step the first `computed_tokens` tokens are computed: save full blocks that are not stored."""
         before, lazy, groups = state.computed, self.lazy, self.groups
         state.advance(computed_tokens)
         if not self.saves_any:
@@ -97,12 +102,10 @@ class Offloader:
         if before // groups.smallest_block < computed_tokens // groups.smallest_block:
             tables = groups.tables(request.request_id, block_ids)
             if state.sound < begun:
-                state.sound = self._sound_rows(state, begun, tables)
+                state.note_sound(self._sound_rows(state, begun, tables))
         tag = state.tag_of_filled(before, computed_tokens, size)
         if tables is not None:
             self.tags.fill(groups.filled(tables, before, computed_tokens), tag)
-        if tag != NO_TAG and begun <= state.sound < filled:
-            state.sound = filled
         if state.keys is None:
             if lazy is not None:
                 lazy.invalidate_blocks(each for table in tables or () for each in table)
@@ -113,8 +116,7 @@ class Offloader:
         if full > state.offloaded_blocks:
             self._note_full(request, state, full, lambda: tables or groups.tables(request.request_id, block_ids))
 
-    def quiet_until(self, state: RequestState) -> int:
-        """The number of tokens with which a request next fills a block, if until then nothing is to be done for it."""
+    def _quiet_until(self, state: RequestState) -> int:
         if self.lazy is not None or state.loads_without_progress or state.computed < state.max_computed:
             return 0
         if self.saves_any and (state.keys is None or state.offloaded_blocks < state.computed // self.groups.block_size):
@@ -127,7 +129,8 @@ class Offloader:
         """The first `full` rows of a request are computed, and have keys: save what others may need of all groups."""
         assert state.keys is not None
         name, groups, lazy = request.request_id, self.groups.groups, self.lazy
-        first, state.offloaded_blocks = state.offloaded_blocks, full
+        first = state.offloaded_blocks
+        state.note_offloaded(full)
         stop = full - self._to_put_off(first, full, state.keys)
         keys = state.keys.extend(request.token_ids, stop)
         named = min(stop, len(keys))
@@ -140,14 +143,15 @@ class Offloader:
             return
         tables, sound = tables_of(), named
         if state.sound < named:
-            sound = state.sound = self._sound_rows(state, named, tables)
+            sound = self._sound_rows(state, named, tables)
+            state.note_sound(sound)
         chain = tables[groups.chain] if groups.chain is not None else ()
         hanging = self._hanging(request, state, range(first, full), tables) if groups.sides else []
         if lazy is not None:
             lazy.invalidate_blocks(chain[max(first, sound) : full])
             lazy.confirm(name, tables)
             known = min(first, sound)
-        now = self.clock()
+        now = self.tiers.clock()
         if groups.chain is not None and known < sound:
             ids = tuple(chain[known:sound])
             run = OffloadRun(name, groups.chain, known, keys[known:sound], range(known, sound), keys, ids)
@@ -267,7 +271,7 @@ class Offloader:
         waiting = self.jobs.put_off
         if not waiting:
             if self.piece_blocks - self._left <= QUIET_BLOCKS:
-                self.metrics.add("evicted_blocks", self.index.evict_ahead(self.piece_blocks), MEMORY)
+                self.tiers.metrics.add("evicted_blocks", self.index.evict_ahead(self.piece_blocks), MEMORY)
             self._left = self.piece_blocks
             return
         while waiting and self._left > 0:
@@ -354,7 +358,7 @@ class Offloader:
         if needed == ROOT:
             return self._order(run, needed, now)
         if needed not in self.index:
-            self.metrics.add("dropped_blocks", len(run.block_ids))
+            self.tiers.metrics.add("dropped_blocks", len(run.block_ids))
             return 0
         before = self.index.pin(needed)  # else each question about the chain walks to its start
         try:
@@ -365,8 +369,9 @@ class Offloader:
     def _order(self, run: OffloadRun, needed: BlockKey, now: float) -> int:
         """Order a save of the blocks that there is room for, after the row `needed` or hanging on it and others."""
         wanted = len(run.block_ids)
-        room = min(wanted, self.exits.reservable(needed, wanted, self.groups.class_of(run.group)))
-        self.metrics.add("dropped_blocks", wanted - room)
+        reservable = partial(self.index.reservable, needed, wanted, self.groups.class_of(run.group))
+        room = min(wanted, self.ledger.make_room(reservable, wanted))
+        self.tiers.metrics.add("dropped_blocks", wanted - room)
         if not room:
             return 0
         if room < wanted:
@@ -382,7 +387,7 @@ class Offloader:
             reservation = self.index.reserve_sides(run.keys, parents, self.groups.class_of(run.group))
         if reservation is None:
             raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
-        self.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
+        self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
         pin = self.index.pin(run.keys[-1])
         if self._context is not None and not run.is_held:
             for part in filter(None, _parts(run)):
@@ -399,8 +404,8 @@ class Offloader:
         saved = sum(good)
         became_held = self.index.end_writes(save.slots, good)
         self.index.unpin(save.pin)
-        self.metrics.add("saved_blocks", saved)
-        self.metrics.add("dropped_blocks", len(good) - saved)
+        self.tiers.metrics.add("saved_blocks", saved)
+        self.tiers.metrics.add("dropped_blocks", len(good) - saved)
         if self.lazy is not None:
             self.lazy.saved(len(run.block_ids))
             self.lazy.forget(key for key, is_good in zip(run.keys, good, strict=True) if not is_good)
@@ -428,7 +433,7 @@ class Offloader:
                 self._drop(piece)
 
     def _drop(self, piece: Piece) -> None:
-        self.metrics.add("dropped_blocks", len(piece.chain) + len(piece.hanging))
+        self.tiers.metrics.add("dropped_blocks", len(piece.chain) + len(piece.hanging))
         self._let_go(piece, piece.chain)
 
     def _good(self, save: SaveState) -> list[bool]:

@@ -13,14 +13,13 @@ from itertools import compress
 from operator import not_
 from typing import NamedTuple
 
-from kvpact.cache.exits import Exits
+from kvpact.cache.jobs import PactLedger
 from kvpact.cache.request import TierLookup
 from kvpact.cache.tier_set import TierSet
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
-from kvpact.memory.arena import Arena
-from kvpact.metrics import MEMORY, Metrics
+from kvpact.metrics import MEMORY
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone, OpId
 
@@ -54,10 +53,7 @@ class Prefetcher:
 
     tiers: TierSet
     index: BlockIndex
-    arena: Arena
-    metrics: Metrics
-    clock: Callable[[], float]
-    exits: Exits
+    ledger: PactLedger
     note_became_held: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None] | None = field(default=None, init=False)
     """Told what memory holds after a read, and what of it was read: other blocks may have waited for those."""
     _filling: set[int] = field(default_factory=set, init=False)
@@ -70,7 +66,7 @@ class Prefetcher:
         An ill tier is asked now and then to see whether it is well; its answer is waited for only if no well one is
         asked.
         """
-        lookup, now = TierLookup(keys), self.clock()
+        lookup, now = TierLookup(keys), self.tiers.clock()
         tries: dict[TierClient, OpId] = {}
         for client in self.tiers.shared:
             op_id, is_try = self.tiers.begin(partial(self._end_lookup, client, lookup)), client.is_open
@@ -78,7 +74,7 @@ class Prefetcher:
                 (tries if is_try else lookup.pending)[client] = op_id
             else:
                 self.tiers.withdraw(op_id)
-                self.metrics.add("skipped_lookups", label=client.name)
+                self.tiers.metrics.add("skipped_lookups", label=client.name)
         lookup.pending = lookup.pending or tries
         return lookup
 
@@ -107,7 +103,7 @@ class Prefetcher:
 
     def ask_more(self, lookup: TierLookup, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tiers that have answered for blocks of side groups, too."""
-        now, lookup.rounds = self.clock(), lookup.rounds + 1
+        now, lookup.rounds = self.tiers.clock(), lookup.rounds + 1
         for client in self.tiers.shared:
             known = lookup.hanging.setdefault(client, {})
             unknown = [key for key in keys if key not in known]
@@ -149,7 +145,7 @@ class Prefetcher:
 
         Each comes from the first tier that has it. False if one cannot be read.
         """
-        now, rest = self.clock(), [*missing]
+        now, rest = self.tiers.clock(), [*missing]
         for client in self.tiers.clients:
             if not rest or not client.may_read(now):
                 continue
@@ -164,7 +160,8 @@ class Prefetcher:
     def _read_hanging(self, client: TierClient, wanted: Sequence[Needed], now: float) -> bool:
         """Begin to read blocks of one class of slots from one tier; False, and nothing happens, if it is impossible."""
         keys, rows, slot_class = [each.key for each in wanted], [each.row for each in wanted], wanted[0].slot_class
-        if client.room < len(keys) or self.exits.reservable(rows[-1], len(keys), slot_class) < len(keys):
+        reservable = partial(self.index.reservable, rows[-1], len(keys), slot_class)
+        if client.room < len(keys) or self.ledger.make_room(reservable, len(keys)) < len(keys):
             return False
         return self._read(client, keys, self.index.reserve_sides(keys, rows, slot_class), now, None)
 
@@ -172,12 +169,12 @@ class Prefetcher:
 
     def seconds_to_load(self, start: int, end: int, by_tier: Sequence[int]) -> float | None:
         """Expected seconds until blocks [start, end) have arrived; None if unknown."""
-        seconds, now = 0.0, self.clock()
+        seconds, now = 0.0, self.tiers.clock()
         for client, readable in zip(self.tiers.clients, by_tier, strict=True):
             blocks = max(0, min(end, readable) - start)
             if not blocks:
                 continue
-            needed = client.costs.seconds_for(blocks * self.arena.slot_bytes, now)
+            needed = client.costs.seconds_for(blocks * self.tiers.arena.slot_bytes, now)
             if needed is None:
                 return None
             seconds += needed
@@ -197,15 +194,16 @@ class Prefetcher:
         Each block comes from the first tier in the user's order that can supply it, as `readable` says. A block that
         another request is fetching is not read again. The answer is smaller than `end` if there is no room.
         """
-        known, now = min(end, self.index.known_prefix(keys)), self.clock()
-        read_blocks = max(1, READ_BYTES // self.arena.slot_bytes)
+        known, now = min(end, self.index.known_prefix(keys)), self.tiers.clock()
+        read_blocks = max(1, READ_BYTES // self.tiers.arena.slot_bytes)
         while known < end:
             supplies = zip(self.tiers.clients, by_tier, strict=True)
             client, readable = next((each for each in supplies if each[1] > known and each[0].may_read(now)), (None, 0))
             if client is None:
                 break
             wanted = min(end - known, client.room)
-            room = min(wanted, self.exits.reservable(keys[known - 1] if known else ROOT, wanted))
+            reservable = partial(self.index.reservable, keys[known - 1] if known else ROOT, wanted)
+            room = min(wanted, self.ledger.make_room(reservable, wanted))
             stop = min(end, readable, known + min(room, read_blocks))
             if stop == known:
                 break
@@ -226,10 +224,10 @@ class Prefetcher:
         """Read blocks into their new slots; False, and nothing happens, if that is impossible, or there are none."""
         if reservation is None:
             return False
-        self.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
+        self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
         op = PrefetchOp(tuple(keys), reservation.slots, self.index.pin(keys[-1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
-        views = [self.arena.slot_views(self.index.space.number(slot)) for slot in op.slots]
+        views = [self.tiers.arena.slot_views(self.index.space.number(slot)) for slot in op.slots]
         if not client.submit_get(op_id, op.keys, views, now, before=before):
             self.tiers.withdraw(op_id)
             self.index.abandon(op.slots)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from kvpact.cache.jobs import PactPlan
+from kvpact.cache.waiting import Event, Told, Waiting
 from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import KEY_BYTES, BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
+from kvpact.ranges import BlockRange
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import OpId
 
@@ -42,15 +42,6 @@ class TierLookup:
         self.pending.clear()
 
 
-class Waiting(NamedTuple):
-    """The facts behind "ask again later": while they are equal, nothing has changed."""
-
-    computed_tokens: int
-    completions: int
-    """How many completions of tiers `TierSet` has counted."""
-    plan: PactPlan | None
-
-
 @dataclass(slots=True)
 class RequestState:
     """What the cache knows of one live request. A request without `keys` (its identity is unknown) is not cached."""
@@ -70,14 +61,8 @@ class RequestState:
     """Number of blocks that need not be offered for saving again."""
     invalid_from: int | None = None
     """The first block that failed to load: neither it nor later ones are promised to this request again (H09)."""
-    waits_until: float | None = None
-    """When "ask again later" ends for this request, however often its range changes (P11)."""
-    put_off: bool = False
-    """Whether the running probe is put off because the step has used its budget."""
-    was_put_off: bool = False
-    """Whether the last probe was put off: two in a row never are."""
-    waits_at: Waiting | None = None
-    """The facts of the last "ask again later"; None after another answer."""
+    waiting: Waiting = field(default_factory=Waiting)
+    """What it was told, and how long it may be told "ask again later"."""
     last_lookup: int = -1
     """First block of the last counted lookup; a blocked request that asks in each step is counted once (H02)."""
     found: bool | None = None
@@ -104,6 +89,31 @@ class RequestState:
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
 
+    def note_sound(self, rows: int) -> None:
+        """So many of its rows, from the first on, were found to be sound."""
+        self.sound = rows
+
+    def note_offloaded(self, rows: int) -> None:
+        """So many of its rows, from the first on, need not be offered for saving again."""
+        self.offloaded_blocks = rows
+
+    def note_quiet(self, until: int) -> None:
+        """While it has fewer than `until` tokens, another one changes nothing but their number."""
+        self.quiet_until = until
+
+    def retag(self, tag: Tag) -> None:
+        """What it fills from now on has another tag than what it has filled."""
+        self.tag, self.sound = tag, 0
+
+    def keep_side_key(self, group: int, block: int, key: BlockKey) -> BlockKey:
+        """Note the key of a side group's block."""
+        self.side_keys[group, block] = key
+        return key
+
+    def begin_lookup(self, lookup: TierLookup) -> None:
+        """The tiers are asked for it, once."""
+        self.tier_lookup = lookup
+
     def advance(self, computed_tokens: int) -> None:
         """After this step the engine has `computed_tokens` of the request."""
         self.computed, self.quiet_until = computed_tokens, 0
@@ -113,22 +123,29 @@ class RequestState:
     def tag_of_filled(self, before: int, computed: int, block_size: int) -> Tag:
         """The step computes tokens [before, computed), after `sound` is known: the tag of the blocks that it fills.
 
-        What is computed on top of a block of other weights or another adapter, or into one that they began, has none.
+        The rows that it fills are sound, if they have one. What is computed on top of a block of other weights or
+        another adapter, or into one that they began, has none.
         """
         begun, in_block = divmod(before, block_size)
         sound = self.sound >= begun and (not in_block or self.tail_tag == self.tag)
         if not in_block or computed // block_size > begun:
             self.tail_tag = self.tag
         if sound:
+            if self.tag != NO_TAG:
+                self.sound = max(self.sound, computed // block_size)
             return self.tag
         self.sound = min(self.sound, begun)
         return NO_TAG
 
-    def commit(self, num_tokens: int) -> None:
-        """The engine takes `num_tokens` more from the cache."""
-        self.waits_until, self.tail_tag, self.quiet_until = None, self.tag, 0
+    def commit(self, num_tokens: int, rows: BlockRange) -> None:
+        """The engine takes `num_tokens` more from the cache, which reach into these rows."""
+        self.waiting.note(Event.ANEW)
+        self.tail_tag, self.quiet_until = self.tag, 0
         self.computed += num_tokens
         self.loads_without_progress += 1
+        if rows.start <= self.sound < rows.end:
+            self.sound = rows.end
+        self.loaded_rows = rows.end
 
     def drop_lookup(self) -> None:
         """Stop asking the tiers for the request."""
@@ -171,6 +188,12 @@ class Requests:
             self._identify(request.request_id, state, identity)
         return state
 
+    def probed(self, request: EngineRequest, computed_tokens: int) -> RequestState:
+        """The state of a request for which the engine probes. It has `computed_tokens`; their blocks are unknown."""
+        state = self.of(request)
+        state.computed, state.sound, state.loaded_rows, state.quiet_until = computed_tokens, 0, 0, 0
+        return state
+
     def note_running(
         self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
     ) -> tuple[list[str], int]:
@@ -209,8 +232,15 @@ class Requests:
             state.keys = BlockKeys(*root, ahead=self.tokens_ahead)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
         state.side_keys.clear()
-        state.waits_at = None
+        if state.waiting.told is Told.LATER:
+            state.waiting.note(Event.CHANGED)
         self.renamed(request_id, state, kept)
+
+    def may_wait_anew(self, request_id: str) -> None:
+        """It was the engine that kept the request waiting: it may wait for tiers once more (P11)."""
+        state = self.live.get(request_id)
+        if state is not None:
+            state.waiting.note(Event.ANEW)
 
     def not_again(self, request_id: str, first: int) -> None:
         """A load failed from block `first` on, for whatever reason: do not promise that to the request again (H09).

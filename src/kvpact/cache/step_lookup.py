@@ -16,7 +16,6 @@ from kvpact.cache.request import Requests
 from kvpact.cache.tier_set import TierSet
 from kvpact.contract import LoadSettlement, SaveJob, StepLookup, StoreRead, WorkerReport, load_id
 from kvpact.identity.keys import BlockKey
-from kvpact.metrics import Metrics
 from kvpact.ranges import BlockRange, RangeSet
 
 
@@ -39,8 +38,6 @@ class StepLookups:
     requests: Requests
     ledger: PactLedger
     tiers: TierSet
-    metrics: Metrics
-    block_size: int
     ranks: int
     _open: dict[int, _Open] = field(default_factory=dict, init=False)
     _ordered: list[StepLookup] = field(default_factory=list, init=False)
@@ -50,7 +47,7 @@ class StepLookups:
         lookup = StepLookup(job.job_id, job.request_id, computed_tokens, max_tokens, tuple(keys))
         self._open[job.job_id] = _Open(lookup, job)
         self._ordered.append(lookup)
-        self.metrics.add("step_lookups")
+        self.tiers.metrics.add("step_lookups")
 
     def end_step(self) -> tuple[StepLookup, ...]:
         """The lookups to tell the workers of; the next step begins empty."""
@@ -96,7 +93,7 @@ class StepLookups:
         return settled
 
     def _settle(self, task: _Open, now: float) -> LoadSettlement:
-        lookup, job, size = task.lookup, task.job, self.block_size
+        lookup, job, size = task.lookup, task.job, self.requests.block_size
         blocks = BlockRange(job.start_block, task.loaded_blocks)
         used = min(blocks.end * size - lookup.computed_tokens, lookup.max_tokens)
         self.ledger.note_step_match(
@@ -108,7 +105,7 @@ class StepLookups:
             now=now,
             request_finished=job.request_id not in self.requests.live,
         )
-        self.metrics.add("step_hits")
+        self.tiers.metrics.add("step_hits")
         return LoadSettlement(job.request_id, RangeSet.of(blocks), RangeSet(), asynchronous=False, skipped_tokens=used)
 
     def end_saves(self, is_under_way: Callable[[int], bool]) -> None:

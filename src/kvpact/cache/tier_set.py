@@ -16,6 +16,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
+from kvpact.cache.budget import StepBudget
 from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.memory.arena import Arena
@@ -114,13 +115,14 @@ class TierContents:
 class TierSet:
     """The clients of all tiers below one arena.
 
-    An operation that takes longer than `timeout` seconds has failed. With `share_drawn_epochs`, shared tiers are also
-    written under epochs that no other engine can have, until `close`.
+    `budget` is the time of the running step. An operation that takes longer than `timeout` seconds has failed. With
+    `share_drawn_epochs`, shared tiers are also written under epochs that no other engine can have, until `close`.
     """
 
     arena: Arena
     metrics: Metrics
     clock: Callable[[], float]
+    budget: StepBudget
     timeout: float
     share_drawn_epochs: bool = False
     clients: list[TierClient] = field(default_factory=list, init=False)

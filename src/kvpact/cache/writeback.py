@@ -7,7 +7,7 @@ the scheduler's thread and only submits work to the tiers' own threads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -19,8 +19,7 @@ from kvpact.cache.tier_set import ASK_AGAIN_SECONDS, LRUKeySet, TierSet
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, Pin
-from kvpact.memory.arena import Arena, Standing
-from kvpact.metrics import Metrics
+from kvpact.memory.arena import Standing
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import PutDone
 
@@ -64,11 +63,7 @@ class WriteBack:
 
     tiers: TierSet
     index: BlockIndex
-    arena: Arena
-    metrics: Metrics
     epochs: Epochs
-    clock: Callable[[], float]
-    budget: StepBudget
     seen_once: LRUKeySet | None
     _unwritten: deque[Offer] = field(default_factory=deque, init=False)
     _backlog: range = field(default=range(0), init=False)
@@ -118,12 +113,12 @@ class WriteBack:
         """
         while self._unwritten:
             self.offer(self._unwritten.popleft())
-            if len(self._unwritten) <= MAX_UNWRITTEN and self.budget.exhausted:
+            if len(self._unwritten) <= MAX_UNWRITTEN and self.tiers.budget.exhausted:
                 break
 
     @property
     def _is_trusted(self) -> bool:
-        return self.arena.standing is Standing.PROVEN
+        return self.tiers.arena.standing is Standing.PROVEN
 
     def refute_run(self) -> None:
         """A rank has found a wrong copy: no tier is to give anybody what this engine has written."""
@@ -137,7 +132,7 @@ class WriteBack:
     def offer_backlog(self) -> None:
         """Offer more of what memory held when the tiers were opened, while they have room."""
         for slot in self._backlog[:BACKLOG_SLOTS]:
-            if self.budget.exhausted or not self._has_room:
+            if self.tiers.budget.exhausted or not self._has_room:
                 break
             self._backlog = self._backlog[1:]
             key = self.index.key_at(slot)
@@ -168,7 +163,7 @@ class WriteBack:
 
         For one block the answer is "yes" at most once in `ASK_AGAIN_SECONDS`.
         """
-        now, found = self.clock(), False
+        now, found = self.tiers.clock(), False
         for client in self.tiers.shared if self.tiers.may_share(self.epochs.current) else ():
             contents = self.tiers.contents[client]
             for key in keys if client.may_write else ():
@@ -184,14 +179,14 @@ class WriteBack:
 
         A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
         """
-        epoch, held, now = self.epochs.current, self._admitted(offer), self.clock()
+        epoch, held, now = self.epochs.current, self._admitted(offer), self.tiers.clock()
         for client in self.tiers.clients if held else ():
             if client.shared and not self.tiers.may_share(epoch):
                 continue
             start = self._first_to_write(client, held, now) if offer.follow else 0
             lacks = held[start:] if offer.follow else [key for key in held if not self._has(client, key, now)]
             if lacks and not client.may_write:
-                self.metrics.add("dropped_writes", len(lacks), client.name)
+                self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
             elif lacks:
                 self._write(client, lacks, held[:start] if offer.follow else None, epoch)
 
@@ -223,7 +218,7 @@ class WriteBack:
         self, client: TierClient, keys: Sequence[BlockKey], before: Sequence[BlockKey] | None, epoch: Epoch
     ) -> None:
         """Write blocks in pieces; if they follow those `before`, each piece goes after the one before it."""
-        write_blocks = max(1, min(WRITE_BYTES // self.arena.slot_bytes, self.arena.least_slots // 2))
+        write_blocks = max(1, min(WRITE_BYTES // self.tiers.arena.slot_bytes, self.tiers.arena.least_slots // 2))
         number = self.index.space.number
         for start in range(0, len(keys), write_blocks):
             piece = tuple(keys[start : start + write_blocks])
@@ -231,13 +226,13 @@ class WriteBack:
             op = WriteBackOp(piece, pins, epoch)
             op_id = self.tiers.begin(partial(self._end_write, client, op))
             self.tiers.contents[client].being_written.update(piece)
-            buffers = [self.arena.slot_views(number(slot)) for slot in self.index.slots_of(piece)]
-            nbytes = len(buffers) * self.arena.slot_bytes
+            buffers = [self.tiers.arena.slot_views(number(slot)) for slot in self.index.slots_of(piece)]
+            nbytes = len(buffers) * self.tiers.arena.slot_bytes
             ahead = [*before, *keys[:start]] if before is not None and start else before
             if not client.submit_put(op_id, piece, buffers, nbytes, epoch, before=ahead):
                 self.tiers.withdraw(op_id)
                 self._let_go(client, op)
-                self.metrics.add("dropped_writes", len(keys) - start, client.name)
+                self.tiers.metrics.add("dropped_writes", len(keys) - start, client.name)
                 break
 
     def _end_write(self, client: TierClient, op: WriteBackOp, done: PutDone, now: float) -> None:
@@ -252,9 +247,9 @@ class WriteBack:
             if op.epoch.is_drawn:
                 contents.unshareable.add(stored)
         contents.refuted.discard(stored)
-        self.metrics.add("written_blocks", len(stored), client.name)
-        self.metrics.add("written_bytes", len(stored) * self.arena.slot_bytes, client.name)
-        self.metrics.add("dropped_writes", len(lost), client.name)
+        self.tiers.metrics.add("written_blocks", len(stored), client.name)
+        self.tiers.metrics.add("written_bytes", len(stored) * self.tiers.arena.slot_bytes, client.name)
+        self.tiers.metrics.add("dropped_writes", len(lost), client.name)
 
     def _let_go(self, client: TierClient, op: WriteBackOp) -> None:
         self.tiers.contents[client].being_written.difference_update(op.keys)
@@ -266,7 +261,7 @@ class WriteBack:
 
         No engine can ask for those. No step is late now.
         """
-        self.budget = StepBudget(inf)
+        self.tiers.budget = StepBudget(inf)
         self.offer_some()
         while self._backlog and self._has_room:
             self.offer_backlog()

@@ -23,10 +23,6 @@ from kvpact.vllm.media_contents import MIN_NAMES, MediaContent, MediaContents
 
 logger = logging.getLogger(__name__)
 
-MIN_WAIT_SECONDS = 0.05
-"""Seconds for which a request waits for a digest even where it waits for nothing else: a look at an adapter's files
-takes one step."""
-
 
 class RequestIdentities:
     """The identities of one engine's requests, digested in the background. Make it before the engine loads adapters."""
@@ -88,10 +84,6 @@ class VllmRequest:
     """The match that the engine may commit."""
     load_broken: bool = False
     """Whether a match of this request could not be ordered; then the request is offered none again (H09)."""
-    was_answered: bool = False
-    """See `Waiter`."""
-    waits_until: float | None = None
-    """See `Waiter`: one deadline for its identity, for its turn in a step and for tiers (P11)."""
     _identity: RequestIdentity | None = None
     _is_open: bool = True
     """Whether a digest on which the identity depends is still under way."""
@@ -146,19 +138,15 @@ class VllmRequest:
             return False
         return self._known_media()[: len(known.media)] == list(known.media)
 
-    def waits_for_identity(self, timeout: float, now: float) -> bool:
-        """Whether to ask again later because a digest is under way; for at most `timeout` seconds in all.
+    @property
+    def awaits_identity(self) -> bool:
+        """Whether a digest is under way that is worth waiting for: what the engine computes meanwhile has no identity.
 
-        What the engine computes meanwhile would have no identity. `now` is in seconds. A request that could not be
-        served anything, such as a prompt of one block, does not wait.
+        A request that could not be served anything, such as a prompt of one block, does not wait.
         """
         if self.identity is not None or not self._is_open or not self.may_load:
             return False
-        if len(self.token_ids) <= self._identities.block_size:
-            return False
-        if self.waits_until is None:
-            self.waits_until = now + max(timeout, MIN_WAIT_SECONDS)
-        return now < self.waits_until
+        return len(self.token_ids) > self._identities.block_size
 
     @property
     def may_load(self) -> bool:

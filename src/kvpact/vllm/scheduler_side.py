@@ -14,8 +14,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final
 
-from kvpact.cache.budget import Turn
 from kvpact.cache.mounted import MountedCache
+from kvpact.cache.waiting import MIN_IDENTITY_SECONDS, Event, Told, Waiting
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, SupportsStepLookup, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
@@ -68,6 +68,8 @@ class SchedulerSide:
         """What it found to be computed over such blocks in the step whose report comes next."""
         self.context: VllmContext | None = None
         self._requests: dict[str, VllmRequest] = {}
+        self._waiting: dict[str, Waiting] = {}
+        """What each of them was told, and until when it may wait for its identity, for its turn and for tiers (P11)."""
         self.credit = HitCredit()
         self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
         self._late = LateLoads()
@@ -148,6 +150,7 @@ class SchedulerSide:
             if view is not None:
                 view.release()
             view = self._requests[request.request_id] = VllmRequest(request, self.identities)
+            self._waiting[request.request_id] = Waiting()
         return view
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -161,24 +164,25 @@ class SchedulerSide:
         if mounted is None or not mounted.may_serve():
             return NO_MATCH
         cache = mounted.cache
-        has_waited = view.waits_until is not None
+        waiting = self._waiting[view.request_id]
+        has_waited = waiting.until is not None
         if has_waited and cache.still_waits(view.request_id, num_computed_tokens):
             return None
-        match = self._ask(mounted, view, num_computed_tokens)
+        match = self._ask(mounted, view, waiting, num_computed_tokens)
         if match is None and not has_waited:
-            view.waits_until = view.waits_until or time.monotonic() + self._config.prepare_deadline
             cache.put_off_external_match(view)
         return match
 
-    def _ask(self, mounted: MountedCache, view: VllmRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+    def _ask(
+        self, mounted: MountedCache, view: VllmRequest, waiting: Waiting, num_computed_tokens: int
+    ) -> ExternalKVMatch | None:
         cache, deadline = mounted.cache, self._config.prepare_deadline
-        if view.waits_for_identity(deadline, time.monotonic()):
-            view.was_answered = False
+        if view.awaits_identity and waiting.may_wait(now := time.monotonic()):
+            waiting.note(Event.LATER, now + max(deadline, MIN_IDENTITY_SECONDS))
             return None
-        turn = self._budget.turn_of(view, deadline, asks_shared=cache.asks_shared)
-        if turn is Turn.LATER:
-            return None
-        if turn is Turn.NEVER:
+        if not self._budget.has_turn(waiting, deadline, cache):
+            if waiting.told is not Told.DECLINED:
+                return None
             cache.decline_external_match(view, num_computed_tokens)
             return NO_MATCH
         try:
@@ -186,9 +190,10 @@ class SchedulerSide:
         except Exception:
             cache.abort_external_match(view.request_id, None, "error")
             raise
-        view.was_answered = match is not None
         if match is None:
+            waiting.note(Event.LATER, time.monotonic() + deadline)
             return None
+        waiting.note(Event.ANSWERED)
         if self._several and match.num_tokens and not match.load_kv_async:
             cache.abort_external_match(view.request_id, match, "synchronous")
             raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no word of their blocks")
@@ -222,7 +227,7 @@ class SchedulerSide:
         view, mounted = self._view(request), self.mounted
         answer, view.answer = view.answer, None
         if num_tokens:
-            view.waits_until = None
+            self._waiting[view.request_id].note(Event.ANEW)
         if answer is None or mounted is None:
             return 0
         epochs, accepted, tables = mounted.weights.epochs, 0, blocks.get_block_ids()
@@ -411,6 +416,7 @@ class SchedulerSide:
         """The request ended or was cancelled, in whatever state."""
         if (view := self._requests.pop(request_id, None)) is not None:
             view.release()
+            del self._waiting[request_id]
         self.loads.request_finished(request_id)
         self.credit.request_finished(request_id)
         if self.mounted is not None:
