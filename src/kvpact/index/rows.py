@@ -291,6 +291,8 @@ class Rows(Links):
         known = {row for row in range(self.num_slots) if state[row] in (State.RESERVED, State.SAVED, State.HELD)}
         self.space.check()
         free = {row for rows in self.space.free for row in rows}
+        if isinstance(self.space, PlainSlots):
+            free.update(self.space.parked)
         plain = self._is_plain
         usable = set(range(self.usable_slots if plain else self.num_slots))
         dropped = {row for row in range(self.num_slots) if state[row] in (State.CANCELLED, State.DOOMED)}
