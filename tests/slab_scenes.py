@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import xxhash
 
 from at_the_end import at_the_end
+from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import BlockBuffer, Entry, chained, leading
 from kvpact.tiers.disk.slab import PAGE_BYTES, SLAB_FORMAT, SLAB_MAGIC, Superblock
@@ -96,12 +98,25 @@ def slab_path(directory: Path, namespace: Namespace = NAMESPACE) -> Path:
 
 
 def files_in(directory: Path) -> int:
-    """Bytes of all files in kvpact's folder: their sizes, or what they take of the disk if that is more."""
+    """Bytes of all files in kvpact's folder: what counts of each, or what it takes of the disk if that is more."""
     found = []
     for path in (directory / "kvpact").glob("*"):
         with suppress(FileNotFoundError):  # another process removed it
-            found.append(path.stat())
-    return sum(max(status.st_size, 512 * status.st_blocks) for status in found)
+            status = path.stat()
+            found.append(max(status.st_size, on_disk(path)))
+            with suppress(TierError):  # it is no slab
+                found[-1] = max(layout(path).taken_bytes(status), on_disk(path))
+    return sum(found)
+
+
+def on_disk(path: Path) -> int:
+    """Bytes of a file that are not holes."""
+    return 512 * path.stat().st_blocks
+
+
+def refuse_holes(*_: object) -> None:
+    """In place of `Slab.punch`: the file system makes no holes in files."""
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
 def store(tier: DiskTier, keys: Sequence[BlockKey], start: int = 0) -> int:
@@ -143,7 +158,8 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 
 
 def layout(path: Path) -> Superblock:
-    return Superblock.decode(path.read_bytes()[:4096], path)
+    with path.open("rb") as file:
+        return Superblock.decode(file.read(PAGE_BYTES), path)
 
 
 def superblock_page(

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stored_blocks import StoredBlock, restore
 
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
+from kvpact.index.slot_space import PlainSlots
 
 NUM_SLOTS = 7
 paths = st.text("abc", min_size=1, max_size=5)
@@ -73,6 +74,7 @@ class Model:
         self.blocks: list[Block] = []
         self.uses = 0
         self.usable = num_slots - 3
+        self.parked: list[int] = []
 
     def known(self) -> dict[bytes, Block]:
         return {block.key: block for block in self.blocks if not block.dropped}
@@ -81,7 +83,7 @@ class Model:
         return {needed for block in self.blocks if block.needed_by_itself for needed in block.lineage()}
 
     def free(self) -> int:
-        return self.usable - sum(block.slot < self.usable for block in self.blocks)
+        return self.usable - len(self.parked) - sum(block.slot < self.usable for block in self.blocks)
 
     def evictable(self, parent: bytes) -> set[Block]:
         protected = set(self.known()[parent].lineage()) if parent else set()
@@ -145,6 +147,26 @@ class IndexMachine(RuleBasedStateMachine):
         self.model.usable = max(self.model.usable, min(count, self.num_slots))
 
     @rule(count=st.integers(1, NUM_SLOTS))
+    def park(self, count: int) -> None:
+        space = self.index.space
+        assert isinstance(space, PlainSlots)
+        count = min(count * self.num_slots // NUM_SLOTS, self.model.free())
+        rows = [*space.park(count)]
+        assert (len(rows), rows) == (count, sorted(rows))
+        self.model.parked += rows
+        assert [*space.parked] == self.model.parked
+
+    @precondition(lambda self: self.model.parked)
+    @rule(count=st.integers(1, NUM_SLOTS))
+    def unpark(self, count: int) -> None:
+        space = self.index.space
+        assert isinstance(space, PlainSlots)
+        count = min(count * self.num_slots // NUM_SLOTS, len(self.model.parked))
+        space.unpark(count)
+        del self.model.parked[-count:]
+
+    @precondition(lambda self: not self.model.parked)
+    @rule(count=st.integers(1, NUM_SLOTS))
     def withdraw_slots(self, count: int) -> None:
         slots = {key: block.slot for key, block in self.model.known().items()}
         count *= self.num_slots // NUM_SLOTS
@@ -176,6 +198,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert len(reservation.slots) == end - start
         for key, slot in zip(keys[start:end], reservation.slots, strict=True):
             assert slot not in {block.slot for block in self.model.blocks}
+            assert slot not in self.model.parked
             assert slot < self.model.usable
             block = Block(key, self.model.known().get(parent_of(key)), slot, 0)
             self.model.blocks.append(block)
@@ -281,6 +304,7 @@ class IndexMachine(RuleBasedStateMachine):
                     block.last_use = max(block.last_use, side.last_use)
         held = [block for block in self.model.known().values() if block.held and not block.is_side]
         table = [StoredBlock(block.key, parent_of(block.key), block.slot, block.last_use) for block in held]
+        self.model.parked.clear()
         self.index = BlockIndex(self.num_slots, self.model.usable)
         assert restore(self.index, table) == set()
         self.model.blocks = held

@@ -149,6 +149,14 @@ def test_plain_slots_are_what_a_list_of_numbers_is() -> None:
     assert (space.usable, list(space.free[0])) == (6, [5, 4, 3, 1]), (
         "what is in use is not free, and new rows come last"
     )
+    assert [*space.park(2)] == [1, 3], "those that would come next"
+    assert [*space.park(9)] == [4, 5]
+    space.check()
+    assert (list(space.free[0]), list(space.parked)) == ([], [1, 3, 4, 5])
+    space.unpark(3)
+    assert (list(space.free[0]), list(space.parked)) == ([5, 4, 3], [1])
+    space.check()
+    space.unpark(1)
     space.restore({0: [4, 0]})
     assert space.take(3) == [1, 2, 3]
     space.check()

@@ -14,6 +14,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from tempfile import TemporaryDirectory
@@ -282,7 +283,7 @@ def test_h109_idle_slabs_that_leave_a_new_engine_no_room_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     capacity = capacity_for(16)
-    block = Superblock.for_capacity(NAMESPACE, SLOT, capacity)
+    block = replace(Superblock.for_capacity(NAMESPACE, SLOT, capacity), claim_bytes=capacity)
     for number, slots in (("-1", 16), ("", 0)):
         path = planted(slab_path(tmp_path).with_name(f"{NAMESPACE.name}{number}.slab"), block.encode())
         os.truncate(path, block.file_bytes(slots))

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from test_slab_stateful import Death, Killed
 
 from kvpact.errors import TierError
+from kvpact.tiers.disk import slab_directory, slab_size
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.slab import Slab
@@ -49,6 +50,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.death.tears_between = 256  # a kill tears no header, which lies within a sector and a page
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(Slab, "pwritev", staticmethod(self.death.pwritev))
+        self.patch.setattr(Slab, "punch", lambda *arguments: self.death.punch(*arguments))
+        self.patch.setattr(slab_size, "LIMIT_STEP", 3)  # a slab shrinks in several turns
         self.patch.setattr(disk_tier, "start_background", lambda *_: None)
 
     def teardown(self) -> None:
@@ -142,6 +145,11 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule(number=engines, writes=writes)
     def tend(self, number: int, writes: int | None) -> None:
         self.do(self.tier(number), DiskTier.tend, writes)
+
+    @rule(seconds=st.sampled_from([0.0, slab_directory.ABSENT_S]))
+    def wait(self, seconds: float) -> None:
+        """Whether idle slabs give way now, and holes are filled that were made for their engines."""
+        self.patch.setattr(slab_directory, "ABSENT_S", seconds)
 
     @precondition(lambda self: self.tiers)
     @rule()

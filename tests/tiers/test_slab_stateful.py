@@ -35,6 +35,9 @@ ALONE = chain("for itself", 5)
 """Blocks without parents."""
 
 
+PUNCH = Slab.punch
+
+
 class Killed(BaseException):
     """The process died at this write."""
 
@@ -62,6 +65,15 @@ class Death:
         torn = whole[: len(whole) * self.torn_tenths // 10 // self.tears_between * self.tears_between]
         overwrite(Path(f"/proc/self/fd/{descriptor}").resolve(), offset, torn)
         raise Killed
+
+    def punch(self, slab: Slab, first: int, count: int) -> None:
+        """A hole counts as a write, and is made or not."""
+        if self.writes_left is not None:
+            self.writes_left -= 1
+            self.dead |= self.writes_left < 0
+        if self.dead:
+            raise Killed
+        PUNCH(slab, first, count)
 
 
 class SlabMachine(RuleBasedStateMachine):

@@ -96,7 +96,7 @@ class PlainSlots:
     With `names` a second class of so many rows that take no memory, after all slots: names of a chain.
     """
 
-    __slots__ = ("_names", "_num_slots", "_stack", "free", "num_rows", "usable")
+    __slots__ = ("_names", "_num_slots", "_stack", "free", "num_rows", "parked", "usable")
 
     def __init__(self, num_slots: int, usable: int | None = None, names: int = 0) -> None:
         """Only the first `usable` slots are handed out, until `use` says otherwise; None: all."""
@@ -105,6 +105,7 @@ class PlainSlots:
         self._stack = _without(range(self.usable), ())  # the first reservations get neighbouring slots
         self._names = _without(range(num_slots, self.num_rows), ())
         self.free: tuple[array[int], ...] = (self._stack, self._names) if names else (self._stack,)
+        self.parked = array("i")  # free slots that are not handed out, in the order in which they were parked
 
     def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
         """See `SlotSpace`."""
@@ -146,6 +147,17 @@ class PlainSlots:
         self._stack[:] = array("i", (row for row in self._stack if row < self.usable))
         return list(withdrawn)
 
+    def park(self, count: int) -> Sequence[int]:
+        """Hand out `count` of the free slots no more, or all; returns them, in ascending order."""
+        rows = array("i", sorted(self.take(min(count, len(self._stack)))))
+        self.parked += rows
+        return rows
+
+    def unpark(self, count: int) -> None:
+        """Hand out the slots that were parked last again, after all others."""
+        self._stack[:0] = self.parked[-count:][::-1]
+        del self.parked[-count:]
+
     def obtain(self, slot_class: int, lacking: int, blocks: Blocks) -> int:
         """See `SlotSpace`."""
         return 0
@@ -157,8 +169,9 @@ class PlainSlots:
 
     def check(self) -> None:
         """See `SlotSpace`."""
-        require(all(len(set(free)) == len(free) for free in self.free), "a row is free twice")
-        require(all(0 <= row < self.usable for row in self._stack), "a row is free that is not usable")
+        free = self._stack + self.parked, self._names
+        require(all(len(set(rows)) == len(rows) for rows in free), "a row is free twice")
+        require(all(0 <= row < self.usable for row in free[0]), "a row is free that is not usable")
 
 
 def popped(stack: list[int] | array[int], count: int) -> Sequence[int]:

@@ -454,6 +454,8 @@ class Table:
         known = {row for row in range(self.root) if state[row] in (State.RESERVED, State.SAVED, State.HELD)}
         self.space.check()
         free = {row for rows in self.space.free for row in rows}
+        if isinstance(self.space, PlainSlots):
+            free.update(self.space.parked)
         plain = self.is_plain
         usable = set(range(self.space.usable if plain else self.root))
         dropped = {row for row in range(self.root) if state[row] in (State.CANCELLED, State.DOOMED)}

@@ -28,8 +28,9 @@ from kvpact.tiers.record import GROUP_BYTES
 class SlabSummary:
     """One slab as its superblock and header table describe it. `problem` is "" or says why it cannot be read.
 
-    `blocks` counts sound headers, `payload_bytes` is the size of their payloads, ages are seconds since a block was
-    written (0 if there is none). `in_use_by` is the pid of the engine that has it open, 0 if unknown, None if none has.
+    `slots` are those that it has or may have, `blocks` counts sound headers, `payload_bytes` is that of their payloads,
+    `file_bytes` what the file takes of the directory's capacity, so holes do not count; ages are seconds since a block
+    was written (0 if there is none). `in_use_by` is the pid of the engine that has it open, 0 if unknown, None if none.
     """
 
     path: Path

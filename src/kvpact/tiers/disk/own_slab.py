@@ -112,6 +112,7 @@ class OwnSlab:
         for _ in range(2):  # again where the file could not grow, since then others are evicted for these
             if self.content.reading:
                 return
+            self.size.fill_for(len(entries))
             with self._lock:
                 blocks, slots = self._reserve(entries)
             backed = self.size.backed(slots)

@@ -6,6 +6,8 @@ Owns the file's layout, its lock and all I/O on it. Never decides what is kept o
     4096   header table, 256 bytes a slot, read at once on a restart
     ...    slots, `slot_bytes` each, page-aligned; a payload may be smaller, its header says how large
 
+A slab that must shrink keeps its length and gets holes, where the blocks were that had not been used for longest.
+
 The order of writes makes a kill at any moment harmless: the header of a slot is cleared before the slot is rewritten,
 and written after its payload. The kernel keeps what a process wrote before its death, so the order suffices, and only
 the superblock of a new slab is synced. A power cut may keep any part of the last writes; then the checksums find torn
@@ -14,6 +16,7 @@ records.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -53,6 +56,9 @@ _TABLE_ROOM = 4
 """A new table has room for this many times the slots, so that the capacity can grow without loss of blocks. The room is
 a hole in the file, but counts as if it were filled: 1 KiB for each slot, which usually has a MiB."""
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of its fallocate, which Python's has not
+
 _FIXED = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
 _OWNER = struct.Struct("<QQ")
@@ -68,8 +74,9 @@ class SuperblockError(TierError, DataError):
 class Superblock:
     """The first page of a slab. `claim_bytes` is the size to which its present or last owner, `pid`, may let it grow.
 
-    Both change with every opening and lie outside the checksum; only messages and the rule of room depend on them.
-    `refuted` are the runs whose records are not served, by the files beside the slab.
+    A larger file has holes, and takes no more than that of the disk. Both change with every opening and lie outside the
+    checksum; only messages and the rule of room depend on them. `refuted` are the runs whose records are not served, by
+    the files beside the slab.
     """
 
     slot_bytes: int
@@ -92,6 +99,10 @@ class Superblock:
     def file_bytes(self, slots: int) -> int:
         """The size of the file with this many slots."""
         return self.payload_at + slots * self.slot_bytes
+
+    def taken_bytes(self, status: os.stat_result) -> int:
+        """What the file takes of its directory's capacity: what is or may be filled of it."""
+        return min(status.st_size, max(self.payload_at, self.claim_bytes, 512 * status.st_blocks))
 
     def slots_in(self, file_bytes: int) -> int:
         """Number of whole slots in a file of this size."""
@@ -325,6 +336,10 @@ class Slab(SlabReader):
             unfinished.unlink(missing_ok=True)
             raise
 
+    def taken_bytes(self) -> int:
+        """What the file takes of its directory's capacity: less than its size, if it has holes."""
+        return self.superblock.taken_bytes(self.status())
+
     def claim(self, claim_bytes: int, pid: int) -> None:
         """Record the owner and how large the slab may grow."""
         self.superblock = replace(self.superblock, claim_bytes=claim_bytes, pid=pid)
@@ -347,6 +362,18 @@ class Slab(SlabReader):
             os.ftruncate(self._buffered, start)
             raise
         self.slots = slots
+
+    def punch(self, first: int, count: int) -> None:
+        """Give the room of neighbouring slots back to the file system. Their headers must be clear. Raises OSError."""
+        place = ctypes.c_int64(self.superblock.file_bytes(first)), ctypes.c_int64(count * self.superblock.slot_bytes)
+        if _libc.fallocate(self._buffered, _PUNCH_HOLE | _KEEP_SIZE, *place):
+            raise OSError(number := ctypes.get_errno(), os.strerror(number))
+
+    def fill(self, slots: Sequence[int]) -> None:
+        """Have the file system allocate `slots`, in holes of the file. Raises OSError; then it has some of them."""
+        size, slot_bytes = self.superblock.file_bytes, self.superblock.slot_bytes
+        for first, count in runs(slots):
+            os.posix_fallocate(self._buffered, size(slots[first]), count * slot_bytes)
 
     def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers of the records in `slots`, which makes them visible."""

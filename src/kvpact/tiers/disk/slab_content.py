@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
+from kvpact.index.slot_space import PlainSlots
 from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader
 from kvpact.tiers.disk.header_table import judged, occupied, pieces_of
@@ -63,7 +64,10 @@ class SlabContent:
         self.slab = slab
         self.accounts = accounts
         self.lock, self.header_lock = threading.Lock(), threading.Lock()
-        self.index = BlockIndex(most_slots, slab.superblock.slots_in(slab.superblock.claim_bytes))
+        most_slots = max(most_slots, slab.slots)
+        # Parked slots have no headers, and are holes of the file, or are to be.
+        self.space = PlainSlots(most_slots, max(slab.slots, slab.superblock.slots_in(slab.superblock.claim_bytes)))
+        self.index = BlockIndex(most_slots, space=self.space)
         self.digests = digest_table(most_slots)
         """The digest of each slot's payload."""
         self.lengths = np.zeros(most_slots, np.uint32 if slab.superblock.slot_bytes < 1 << 32 else np.uint64)
@@ -81,6 +85,10 @@ class SlabContent:
         self._pieces, self._read_to = pieces_of(slab), 0
         self._deleted: set[BlockKey] = set()
         """Blocks that were deleted before the table was read in full: they may be there still."""
+        self.can_punch = False  # whether the file system makes holes in files
+        with suppress(OSError):
+            slab.punch(slab.slots, 1)  # beyond the end, where nothing is
+            self.can_punch = True
         self._restoring = self.index.begin_restore()
 
     # Records
@@ -119,6 +127,15 @@ class SlabContent:
                 lost = change()
             self._forget_headers({*more, *(slot for _, slot in lost)})
         return len(lost)
+
+    def park(self, slots: int) -> None:
+        """Evict until so many slots are free, if possible, and park these. Raises TierError if headers are left."""
+        with self.header_lock:
+            with self.lock:
+                self.accounts.count(evicted=self.index.make_room(slots))
+                parked = self.space.park(slots)
+            self._forget_headers(parked)
+        self.require_no_stale_headers()
 
     def _forget_headers(self, slots: Iterable[int]) -> None:
         """Clear headers; the header lock is held. Those that fail are tried again with the next ones."""
@@ -192,10 +209,9 @@ class SlabContent:
             self._forget_headers([slot for _, slot in deleted])
         if len(good) < len(headers):
             unusable = self._unusable(first, table, sound)
-            beyond = np.flatnonzero(sound[end - first :]) + end
             self._useless += len(unusable)
             self.accounts.count(damaged=len(unusable))
-            self._forget_headers([*unusable, *beyond.tolist()])
+            self._forget_headers(unusable)
 
     def _end_reading(self) -> None:
         with self.header_lock:
@@ -206,6 +222,9 @@ class SlabContent:
         order = self._restoring.order_of_use()
         with self.header_lock, self.lock:
             self._restoring.end(order)
+            # Of a file with holes any free slot may be one.
+            if self.can_punch and self.slab.superblock.claim_bytes < self.slab.superblock.file_bytes(self.slab.slots):
+                self.space.park(self.index.free_slots)
             self._deleted.clear()
             self.reading = False
         del order

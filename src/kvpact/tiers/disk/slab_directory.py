@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,10 @@ _NEWCOMER_SUFFIX: Final = ".newcomer"
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Another slab file in the directory. `superblock` is None if it cannot be read, and the file is then kept."""
+    """Another slab file in the directory. `superblock` is None if it cannot be read, and the file is then kept.
+
+    `file_bytes` is what the file takes of the directory's capacity: without its holes.
+    """
 
     path: Path
     superblock: Superblock | None
@@ -128,7 +131,7 @@ class SlabDirectory:
                 "remove them (slabs are in %s now)", named, named / OWN_FOLDER,
             )  # fmt: skip
         directory = cls(named, capacity_bytes, access)
-        held = (path.stat().st_size for path in directory.slab_paths())
+        held = (512 * path.stat().st_blocks for path in directory.slab_paths())
         warn_if_scarce(logger, "disk tier", directory.path, capacity_bytes, held)
         return directory
 
@@ -249,24 +252,24 @@ class SlabDirectory:
             path.unlink()
             os.ftruncate(descriptor, 0)
 
-    def grow(self, slab: Slab, needed: int, generous: int, timeout: float) -> None:
-        """Make a slab large enough for `needed` slots, or for `generous` ones if the disk has room for them.
+    def grow(self, slab: Slab, needed: int, generous: int, timeout: float, grow: Callable[[int], None]) -> None:
+        """Have `grow` give a slab `needed` slots, or `generous` ones if the disk has room for them.
 
         Idle slabs are removed for that. Raises TierError and OSError.
         """
         with self.locked(timeout):
             room = self.room(slab.superblock.namespace, slab.path)
-            allowed = slab.superblock.slots_in(room.file_bytes(slab.superblock.file_bytes(slab.slots)))
+            allowed = slab.superblock.slots_in(room.file_bytes(slab.taken_bytes()))
             if needed > allowed:
                 raise NoRoomYet(f"its share, one of {room.members}, has room for {allowed} blocks")
             generous = min(generous, allowed)
             self.make_room(slab.superblock.namespace, slab.path, slab.superblock.file_bytes(generous))
             try:
-                slab.grow(generous)
+                grow(generous)
             except OSError:
                 if generous == needed:
                     raise
-                slab.grow(needed)
+                grow(needed)
 
 
 def look_at(path: Path) -> Neighbour | None:
@@ -276,6 +279,6 @@ def look_at(path: Path) -> Neighbour | None:
         with suppress(TierError, OSError):
             superblock = Superblock.read(descriptor, path)
         # Of a file that is no slab only what it takes of the disk: anybody can make a hole of any size.
-        size = min(status.st_size, 512 * status.st_blocks) if superblock is None else status.st_size
+        size = superblock.taken_bytes(status) if superblock else min(status.st_size, 512 * status.st_blocks)
         return Neighbour(path, superblock, is_locked(descriptor), size, status.st_mtime)
     return None

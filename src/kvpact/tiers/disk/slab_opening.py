@@ -27,6 +27,9 @@ _RETRY_S: Final = 0.05
 _LOCK_S: Final = 0.5
 """Seconds to wait for the directory's lock at least: other engines take it for a moment every second."""
 
+# The index has a row for each slot of the file, also of one that is a hole.
+MOST_TIMES: Final = 32  # a slab of more than so many times the slots that it may have is not taken over
+
 
 @dataclass(frozen=True, slots=True)
 class SlabOpener:
@@ -70,7 +73,8 @@ class SlabOpener:
             room = self.directory.room(self.namespace, path)
             ideal = self._layout(room)
             if slab is not None and (
-                slab.superblock.table_slots < ideal.slots_in(room.share) or not slab.superblock.slots_in(room.share)
+                slab.superblock.table_slots < ideal.slots_in(room.share)
+                or not slab.slots <= MOST_TIMES * slab.superblock.slots_in(room.share) > 0
             ):
                 logger.warning("disk tier: %s was made for another capacity; starting an empty one", path)
                 slab.close()
@@ -81,8 +85,7 @@ class SlabOpener:
                     return None
             slab = slab or self._make(path, ideal, may_raise=may_make_another)
             if slab is not None:
-                self._claim(slab, room)
-                if room.members == 1 and slab.superblock.claim_bytes < slab.superblock.file_bytes(1):
+                if not self._claim(slab, room) and room.members == 1:
                     text = "disk tier: nothing is stored in %s for %d min: slabs of engines that may come back fill it"
                     self.warned.log("room", logging.WARNING, text, self.directory.path, ABSENT_S // 60)
                 self.directory.end_announcement()
@@ -119,13 +122,15 @@ class SlabOpener:
         self.directory.remove(path)
         return Slab.create(path, layout, self.directory.access)
 
-    def _claim(self, slab: Slab, room: Room) -> None:
-        """Give up slots beyond what the slab may have, and sign it."""
-        allowed = room.file_bytes(slab.status().st_size)
-        slots = slab.superblock.slots_in(allowed)
-        slab.claim(slab.superblock.file_bytes(slots), os.getpid())
-        if slab.status().st_size > allowed:
-            slab.shrink(slots)
+    def _claim(self, slab: Slab, room: Room) -> int:
+        """Sign the slab, and let it grow to what it may have; returns how many slots that is.
+
+        One with holes, or with more slots than it may have, claims what it takes until `SlabSize` has seen to that.
+        """
+        slots = slab.superblock.slots_in(room.file_bytes(slab.taken_bytes()))
+        is_whole = slab.slots <= min(slots, slab.superblock.slots_in(slab.superblock.claim_bytes))
+        slab.claim(slab.superblock.file_bytes(slots) if is_whole else slab.taken_bytes(), os.getpid())
+        return slots
 
     def _existing(self) -> tuple[Slab | None, set[Path], set[Path]]:
         """The idle slab that was used last, the paths of those in use, and those of files that this engine cannot use.

@@ -287,7 +287,7 @@ class DiskTier(Tier):
             return
         with self._directory.locked(_TEND_LOCK_S):
             room = self._directory.room(self._opener.namespace, own.slab.path)
-        own.size.limit(room.file_bytes(own.size.file_bytes))
+        own.size.limit(room.file_bytes(own.slab.taken_bytes()))
 
     def close(self) -> None:
         self._stopped.set()
