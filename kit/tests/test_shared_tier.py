@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import pytest
 
-from kvpact.errors import PactViolation
+from kvpact.errors import PactViolation, TierError
 from kvpact.identity.keys import BlockKey, Namespace
-from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, RecordMac, Tier, chained, leading
-from kvpact.tiers.shared.store import RecordBuffer, StoreError, group_name, key_of, record_name
+from kvpact.tiers.base import HEADER_BYTES, UNSEALED, RecordHeader, RecordMac, SupportsScan, Tier, chained, leading
+from kvpact.tiers.shared.store import RecordBuffer, RecordStore, StoreError, group_name, key_of, record_name
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.faults import Fault, Faults, Operation
 from kvpact_testkit.sample_blocks import CANARY, content, document, empty_buffers, filled_buffers
@@ -26,6 +26,24 @@ NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": 
 OURS = RecordMac.from_secret(b"the key of our engines")
 THEIRS = RecordMac.from_secret(b"the key of somebody else")
 DOCUMENT = document("document", 8)
+
+
+class UnlistedStore(DictionaryStore):
+    names = RecordStore.names
+
+
+class UnlistedTier(SharedTier):
+    scan = None  # type: ignore[assignment]
+
+
+def test_a_store_that_cannot_list_its_records_makes_a_tier_without_scan() -> None:
+    tier: Tier = UnlistedTier(UnlistedStore(), NAMESPACE, SLOT)
+    assert all(tier.put(chained(DOCUMENT.keys, filled_buffers(DOCUMENT.keys, SLOT, 1))))
+    assert all(tier.lookup(DOCUMENT.keys))
+    assert not isinstance(tier, SupportsScan)
+    with pytest.raises(TierError, match="cannot clear: a dictionary has no list of what is there"):
+        tier.clear()
+    tier.close()
 
 
 class TestSharedTier(TierConformance):

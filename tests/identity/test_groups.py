@@ -10,7 +10,7 @@ from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.ranges import BlockRange
 
-FULL, WINDOW, CHUNK, STATE = GroupKind
+FULL, WINDOW, CHUNK, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.STATE
 
 kinds = st.sampled_from(GroupKind)
 block_sizes = st.sampled_from([1, 2, 4, 8])
@@ -19,7 +19,7 @@ block_sizes = st.sampled_from([1, 2, 4, 8])
 @st.composite
 def groups(draw: st.DrawFn) -> KVCacheGroup:
     kind = draw(kinds)
-    span = draw(st.integers(1, 20)) if kind in (WINDOW, CHUNK) else 0
+    span = draw(st.integers(1, 20)) if kind.has_span else 0
     return KVCacheGroup(kind, draw(block_sizes), span, draw(st.booleans()))
 
 

@@ -6,7 +6,7 @@ from random import Random
 
 from kvpact_testkit.engine import GroupKind, KVCacheGroup
 
-FULL, WINDOW, CHUNK, STATE = GroupKind
+FULL, WINDOW, CHUNK, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.STATE
 
 
 def random_groups(seed: int, block_size: int) -> tuple[KVCacheGroup, ...]:
@@ -17,7 +17,7 @@ def random_groups(seed: int, block_size: int) -> tuple[KVCacheGroup, ...]:
         KVCacheGroup(
             kind,
             random.choice((block_size, block_size, 2 * block_size, block_size // 2)),
-            random.randrange(1, 6 * block_size) if kind in (WINDOW, CHUNK) else 0,
+            random.randrange(1, 6 * block_size) if kind.has_span else 0,
             kind is not STATE and random.random() < 0.25,
         )
         for kind in kinds

@@ -26,7 +26,7 @@ from kvpact_testkit.engine.simulated_worker import Job
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 
-FULL, WINDOW, CHUNK, STATE = GroupKind
+FULL, WINDOW, CHUNK, STATE = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNK, GroupKind.STATE
 SETS = (
     (KVCacheGroup(FULL, 16), KVCacheGroup(WINDOW, 16, 20)),
     (KVCacheGroup(WINDOW, 16, 40), KVCacheGroup(FULL, 16), KVCacheGroup(WINDOW, 16, 20)),

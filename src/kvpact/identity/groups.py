@@ -37,6 +37,11 @@ class GroupKind(StrEnum):
     STATE = "state space"
     """One state, which stands for all of them: a group's block holds that at its end."""
 
+    @property
+    def has_span(self) -> bool:
+        """Whether a number of tokens says how far back the layers read."""
+        return self in (GroupKind.WINDOW, GroupKind.CHUNK)
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
@@ -57,8 +62,7 @@ class KVCacheGroup:
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ConfigError(f"a block of a KV cache group has at least 1 token, not {self.block_size}")
-        has_span = self.kind in (GroupKind.WINDOW, GroupKind.CHUNK)
-        if (self.span < 1) == has_span or self.span < 0:
+        if (self.span < 1) == self.kind.has_span or self.span < 0:
             raise ConfigError(f"a group of {self.kind} cannot have a span of {self.span} tokens")
 
     def first_read(self, num_tokens: int) -> int:

@@ -85,7 +85,7 @@ BLOCK_SIZE = 4
 
 GROUPS: st.SearchStrategy[list[tuple[GroupKind, int, int, bool]]] = st.lists(
     st.tuples(
-        st.sampled_from((GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE, GroupKind.CHUNK)),
+        st.sampled_from(GroupKind),
         st.sampled_from((BLOCK_SIZE, BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE // 2)),
         st.sampled_from((10, 7, 16, 24, 5)),
         st.sampled_from((False, False, False, True)),
@@ -126,8 +126,7 @@ def engine_settings(mode: str, sizes: dict[str, Any]) -> HarnessSettings:
 
 
 def _group(number: int, kind: GroupKind, block_size: int, span: int, drops_last: bool) -> KVCacheGroup:
-    has_span = kind in (GroupKind.WINDOW, GroupKind.CHUNK)
-    return KVCacheGroup(kind, block_size, has_span * span, drops_last and kind is not GroupKind.STATE)
+    return KVCacheGroup(kind, block_size, kind.has_span * span, drops_last and kind is not GroupKind.STATE)
 
 
 @st.composite

@@ -182,7 +182,7 @@ def planned(model: RealModel, num_blocks: int, layout: str) -> ModelPlan:
 
 def _read(model: RealModel, spec: Any, group: Any) -> KVCacheGroup:
     kind = KINDS[LETTERS[type(spec).__name__]]
-    span = model.span if kind in (GroupKind.WINDOW, GroupKind.CHUNK) else 0
+    span = model.span if kind.has_span else 0
     return KVCacheGroup(kind, int(group.kv_cache_spec.block_size), span)
 
 

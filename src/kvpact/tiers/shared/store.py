@@ -105,9 +105,10 @@ class RecordStore(ABC):
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         """The first `HEADER_BYTES` of each record, None for a missing one."""
 
-    @abstractmethod
     def names(self, group: str = "") -> Iterator[StoredRecord]:
-        """Every record of a group, or of all, in no order."""
+        """Every record of a group, or of all, in no order. A store that cannot list overrides `size`, and no tool looks
+        into it."""
+        raise StoreError(f"{self.place} has no list of what is there")
 
     def clear(self, group: str) -> None:
         """Remove every record of a group."""
@@ -124,18 +125,17 @@ class RecordStore(ABC):
         """
         return 0
 
-    @abstractmethod
-    def usage(self) -> StoreUsage:
-        """How full it is."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close connections. Never raises; idempotent; no call is under way."""
-
     @property
     @abstractmethod
     def place(self) -> str:
         """The store's address for messages, without credentials: "redis://cache:6379/0"."""
+
+    def usage(self) -> StoreUsage:
+        """How full it is; by default unknown."""
+        return StoreUsage()
+
+    def close(self) -> None:  # a store without connections has none to close
+        """Close connections. Never raises; idempotent; no call is under way."""
 
 
 @runtime_checkable
