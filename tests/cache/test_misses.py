@@ -173,3 +173,22 @@ def test_h72_every_hint_is_its_own_and_names_what_there_is() -> None:
         assert len(hint.split()) >= 6, hint
         named = re.findall(r"`([^`]+)`", hint) + re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", hint)
         assert {*named} <= there, hint
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_h10_while_a_copy_hangs_no_worker_is_told_to_look_in_a_store(hangs: bool) -> None:
+    """What the prepare does not promise is not looked up when the step begins, either."""
+    scene = shared_scene(match_at="step", load_deadline=1)
+    mine = SceneRequest("mine", tokens(33, seed=1))
+    scene.run_cold(mine)
+    if hangs:
+        behind = SceneRequest("hangs", mine.token_ids)
+        match = scene.prepare(behind)
+        scene.cache.commit_external_match(behind, match, match.num_tokens, scene.allocate(behind))
+        scene.cache.end_step()
+        scene.now += 2
+        scene.cache.end_step()
+    assert scene.prepare(ASKED).num_tokens == 0
+    scene.cache.note_computed(ASKED, 32, partial(scene.allocate, ASKED))
+    scene.cache.look_up_at_step(ASKED, 0, 32)
+    assert bool(scene.cache.end_step().lookups) == (not hangs)

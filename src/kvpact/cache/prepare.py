@@ -150,7 +150,8 @@ class Planner:
         return self._look_up(_Probe(name, state, keys, start, plan, now))
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
-        """Why nothing is looked up for a request; None if it is."""
+        """Why nothing is looked up for a request, in any of the three ways: early, in a prepare, or when its step begins;
+        None if it is."""
         if state.keys is None:
             return MissReason.UNKNOWN_IDENTITY
         if not (request.may_load and self.groups.shows_all) or computed_tokens % self.groups.groups.alignment:
@@ -286,7 +287,8 @@ class Planner:
 
     def find_elsewhere(self, request: EngineRequest, state: RequestState, blocks: BlockRange) -> Sequence[BlockKey]:
         """Keys up to the end of `blocks` that workers may look for in shared tiers; none if fewer than a match."""
-        if not self.looks_up_at_step or not request.may_load or state.keys is None:
+        computed_tokens = blocks.start * self.groups.block_size
+        if not self.looks_up_at_step or state.keys is None or self._why_not(request, state, computed_tokens):
             return ()
         end = min(blocks.end, _usable_blocks(self.loadable_blocks(request), state))
         keys: Sequence[BlockKey] = state.keys.extend(request.token_ids, end)[:end]
@@ -323,7 +325,7 @@ class Planner:
 
         A step that has used its budget leaves this, or what is left of it, to the first prepare.
         """
-        if state.keys is not None and request.may_load and self.asks_shared and not self.tiers.budget.exhausted:
+        if self.asks_shared and not self.tiers.budget.exhausted and self._why_not(request, state, 0) is None:
             keys = self._keys_to(request, state, 0, _usable_blocks(self.loadable_blocks(request), state))
             if keys is not None:
                 self._ask(state, keys, self._find(state, keys, self.tiers.clock()))
