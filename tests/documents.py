@@ -24,7 +24,7 @@ HOMES: Final = (PACKAGES[0], PACKAGES[1].parent)
 CODE: Final = ("sh", "python", "toml")
 """Languages of blocks that a reader runs, or puts into a file; all others show what was printed, or a picture."""
 
-NOT_CODE: Final = ("text", "mermaid", "json")
+NOT_CODE: Final = ("text", "mermaid", "json", "diff")
 
 PLACEHOLDERS: Final = (
     "MODEL",
