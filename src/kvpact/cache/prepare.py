@@ -150,8 +150,7 @@ class Planner:
         return self._look_up(_Probe(name, state, keys, start, plan, now))
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
-        """Why nothing is looked up for a request, in any of the three ways: early, in a prepare, or when its step begins;
-        None if it is."""
+        """Why nothing is looked up for a request, be it early, in a prepare or when its step begins; None if it is."""
         if state.keys is None:
             return MissReason.UNKNOWN_IDENTITY
         if not (request.may_load and self.groups.shows_all) or computed_tokens % self.groups.groups.alignment:
