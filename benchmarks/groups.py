@@ -15,6 +15,7 @@ from time import thread_time
 
 from benchmarks.table import spread
 from kvpact import (
+    EngineKV,
     JobOutcome,
     KVCacheBlockView,
     LoadJob,
@@ -82,11 +83,9 @@ class Scene:
         self.segment = ArenaSegment.create(slots, SLOT_BYTES)
         self.cache = PactCache(
             load_config({"weights_version": "1"}, {}),
-            namespace=Namespace({"model": "benchmark"}).digest,
-            block_size=block_size,
+            EngineKV(Namespace({"model": "benchmark"}).digest, groups),
             arena=Arena([self.segment]),
             clock=time.monotonic,
-            groups=groups,
         )
         self.cache.bind_scheduler_context(self.blocks)
 

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from statistics import median, quantiles
 
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.ranges import RangeSet
@@ -58,8 +59,7 @@ def run(steps: int, directory: Path | None) -> list[float]:
         tiers = [TierExecutor(DiskTier.open(directory, namespace, SLOT_BYTES, 4 << 30), 2, 1 << 30)]
     cache = PactCache(
         load_config({"shutdown_timeout": "30s"}, {}),
-        namespace=namespace.digest,
-        block_size=BLOCK_SIZE,
+        EngineKV(namespace.digest, one_group(BLOCK_SIZE)),
         arena=Arena([segment]),
         tiers=tiers,
         clock=time.monotonic,

@@ -11,8 +11,9 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
+from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.disk.tier import DiskTier
@@ -45,8 +46,7 @@ def run(directory: Path, kept: int, seed: int, blocks: int, slots: int, arrival_
     config = EngineConfig(num_blocks=blocks, max_running=16, max_tokens_per_step=2048)
     cache = PactCache(
         load_config({"recompute_if_faster": False, "prepare_deadline": "5s"}, {}),
-        namespace=NAMESPACE.digest,
-        block_size=config.block_size,
+        EngineKV(NAMESPACE.digest, one_group(config.block_size)),
         arena=Arena([segment]),
         tiers=[disk],
         clock=clock,

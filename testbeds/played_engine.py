@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, cast
 
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, KVCacheBlockView, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
@@ -83,12 +83,9 @@ class PlayedEngine:
         self._groups = GroupSet(tuple(named))
         self.cache = PactCache(
             load_config({"shutdown_timeout": "1s"}, {}),
-            namespace=Namespace({"played": "engine"}).digest,
-            block_size=self._groups.block_size,
+            EngineKV(Namespace({"played": "engine"}).digest, self._groups, classes),
             arena=cast(Arena, slots),
             clock=time.monotonic,
-            groups=self._groups,
-            classes=classes,
         )
         self.calls: list[Call] = []
         """Of the last prompt."""

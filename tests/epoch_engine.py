@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
+from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.base import Tier
@@ -61,8 +62,7 @@ class EpochEngine:
         self.queues = [TierExecutor(tier, 2, 1 << 30) for tier in tiers]
         self.cache = PactCache(
             load_config({**defaults, **settings}, {}),
-            namespace=NAMESPACE.digest,
-            block_size=BLOCK_SIZE,
+            EngineKV(NAMESPACE.digest, one_group(BLOCK_SIZE)),
             arena=Arena([segment]),
             tiers=self.queues,
             clock=lambda: time.monotonic() + self.skew,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from at_the_end import at_the_end
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import KvpactConfig, load_config
 from kvpact.contract import (
     ExternalKVMatch,
@@ -29,6 +29,7 @@ from kvpact.contract import (
     WorkerReport,
 )
 from kvpact.errors import PactViolation
+from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.ranges import RangeSet
@@ -115,12 +116,10 @@ class Scene:
         self.queues = [t if isinstance(t, TierExecutor) else TierExecutor(t, 2, write_queue) for t in tiers]
         self.cache = PactCache(
             self.config,
-            namespace=namespace.digest,
-            block_size=BLOCK_SIZE,
+            EngineKV(namespace.digest, one_group(BLOCK_SIZE), copies_per_block=copies_per_block),
             arena=Arena(self.segments),
             tiers=self.queues,
             clock=lambda: self.now,
-            copies_per_block=copies_per_block,
         )
         if holds_blocks:
             self.cache.bind_scheduler_context(self.blocks)

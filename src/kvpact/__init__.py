@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kvpact.cache.cache import PactCache
+    from kvpact.cache.cache import EngineKV, PactCache
     from kvpact.config import KvpactConfig, load_config
     from kvpact.contract import (
         POSTPONED_STEPS,
@@ -48,6 +48,7 @@ __all__ = [
     "BlockRange",
     "ConfigError",
     "ConfirmsExternalMatch",
+    "EngineKV",
     "ExternalCache",
     "ExternalCacheWorker",
     "ExternalKVMatch",
@@ -79,7 +80,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "kvpact.cache.cache": ("PactCache",),
+    "kvpact.cache.cache": ("EngineKV", "PactCache"),
     "kvpact.config": ("KvpactConfig", "load_config"),
     "kvpact.errors": ("ConfigError", "NoSuchTier", "PactViolation", "TierError"),
     "kvpact.identity.keys": ("BlockKey", "BlockKeys", "Namespace", "RequestIdentity"),

@@ -30,9 +30,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
 from kvpact.contract import ExternalKVMatch, StepWork, WorkerReport
+from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment, SegmentAddress
 from kvpact.metrics import series
@@ -288,8 +289,7 @@ def main(directory: Path, slots: int, seed: int) -> None:
     choose = random.Random(seed)
     cache = PactCache(
         load_config({"sync_load_budget": choose.choice([0, 4 * SLOT_BYTES, "1GiB"]), "shutdown_timeout": "2s"}, {}),
-        namespace=NAMESPACE.digest,
-        block_size=BLOCK_SIZE,
+        EngineKV(NAMESPACE.digest, one_group(BLOCK_SIZE)),
         arena=Arena([ArenaSegment.attach(address)]),
         tiers=[TierExecutor(tier, 2, 32 << 20)],
         clock=time.monotonic,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import Namespace
@@ -47,13 +47,10 @@ def pact_engine(
     clock = StepClock()
     cache = PactCache(
         load_config({"plan_lifetime": 0.05, **settings}, {}),
-        namespace=Namespace({"model": "oracle"}).digest,
-        block_size=group_set(config).block_size,
+        EngineKV(Namespace({"model": "oracle"}).digest, group_set(config), classes),
         arena=Arena(segments),
         tiers=tiers,
         clock=clock,
-        groups=group_set(config),
-        classes=classes,
     )
     workers = [SimulatedWorker(rank, segment.slot_view, conduct) for rank, segment in enumerate(segments)]
     return Engine(config, quirks, cache, workers, clock)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
+from typing import NamedTuple
 
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.jobs import PactLedger, TransferJobs
-from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
@@ -39,7 +39,7 @@ from kvpact.contract import (
 )
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
-from kvpact.identity.groups import GroupSet, one_group
+from kvpact.identity.groups import GroupSet
 from kvpact.identity.tags import BlockTags
 from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
@@ -48,36 +48,39 @@ from kvpact.tiers.executor import TierExecutor
 logger = logging.getLogger(__name__)
 
 
+class EngineKV(NamedTuple):
+    """The KV of an engine."""
+
+    namespace: bytes
+    """32 bytes; engines of equal ones may use each other's blocks."""
+    groups: GroupSet
+    classes: Sequence[int] = ()
+    """The class of slots of each group; none if all slots are of one."""
+    copies_per_block: int = 0
+    """See `LoadBudget`."""
+
+
 class PactCache(ExternalCache):
-    """One engine's cache. `namespace` is 32 bytes, `block_size` in tokens, `clock` gives seconds that never go back."""
+    """One engine's cache. `clock` gives seconds that never go back."""
 
     def __init__(
         self,
         config: KvpactConfig,
+        engine: EngineKV,
         *,
-        namespace: bytes,
-        block_size: int,
         arena: Arena,
         tiers: Sequence[TierExecutor] = (),
         clock: Callable[[], float],
         metrics: Metrics | None = None,
-        lazy_window: int = MIN_WINDOW,
         budget: StepBudget | None = None,
-        groups: GroupSet | None = None,
-        classes: Sequence[int] = (),
-        copies_per_block: int = 0,
     ) -> None:
-        """With `"save": "lazy"`, at least the next `lazy_window` blocks to be evicted are watched.
-
-        Without a `budget` no step is late. `groups`, by default one of full attention: with several, `block_size` is
-        theirs, and the engine must offer a whole `SchedulerContext`. `copies_per_block`: see `LoadBudget`.
-        """
-        groups = groups or one_group(block_size)
+        """Without a `budget` no step is late. With several groups the engine must offer a whole `SchedulerContext`."""
+        namespace, groups, classes, copies_per_block = engine
+        block_size = groups.block_size
         self.metrics = metrics = metrics or Metrics()
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = index_of(arena, groups, classes)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
-        self._lazy_window = lazy_window if config.save == "lazy" else None
         self._idle_steps = IdleSteps(clock)
         self._computing = self._loading = 0
         """Tokens that the engine computes in the running step, and blocks that its commits load into."""
@@ -144,7 +147,7 @@ class PactCache(ExternalCache):
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Hold blocks through `context` while ranks copy them; its free queue says when to save lazily."""
         self._jobs.bind(context)
-        self.saves.bind(context, lazy_window=self._lazy_window)
+        self.saves.bind(context)
 
     def on_new_request(self, request: EngineRequest) -> None:
         """See `ExternalCache`: asks the shared tiers before the engine has room for the request.

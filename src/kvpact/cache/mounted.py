@@ -10,9 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NamedTuple
 
 from kvpact.cache.budget import StepBudget
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
 from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.weights_watch import WeightsWatch
@@ -21,7 +22,7 @@ from kvpact.contract import CacheSpec, ExternalCache, SupportsStepLookup
 from kvpact.errors import ConfigError, reason_of
 from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.base_weights import BaseWeights
-from kvpact.identity.groups import GroupSet
+from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
@@ -33,6 +34,17 @@ from kvpact.wire import SharedTierConfig, WorkerHandshake
 logger = logging.getLogger(__name__)
 
 
+class EngineIdentity(NamedTuple):
+    """What says whose blocks an engine may use."""
+
+    known: Namespace
+    """The namespace without the weights."""
+    weights: BaseWeights | None
+    """None without tiers."""
+    adapters: AdapterDigests
+    seal: RecordMac
+
+
 class MountedCache:
     """The cache of an engine from its workers' handshake on."""
 
@@ -40,23 +52,18 @@ class MountedCache:
         self,
         config: KvpactConfig,
         hellos: Sequence[WorkerHandshake],
-        known: Namespace,
-        weights: BaseWeights | None,
-        adapters: AdapterDigests,
+        identity: EngineIdentity,
+        groups: GroupSet,
         *,
-        seal: RecordMac,
-        block_size: int,
         metrics: Metrics,
         budget: StepBudget,
-        groups: GroupSet | None = None,
         replica: int = 0,
     ) -> None:
-        """`hellos` in the ranks' order; `known` is the namespace without the `weights`, which are None without tiers.
-
-        `replica` is the number of this engine in a server of several.
+        """`hellos` in the ranks' order; `replica` is the number of this engine in a server of several.
 
         Raises ConfigError for settings that no cache can have, and if the weights cannot be identified.
         """
+        known, weights, adapters, seal = identity
         self.segments = [hello.segment for hello in hellos]
         self._may_have_counted = True
         """Whether counts may differ from those that `stats_file` was last offered."""
@@ -65,7 +72,7 @@ class MountedCache:
         self.step_lookup: SupportsStepLookup | None = None
         self.store: SharedTierConfig | None = None
         """Where the workers look at a step's beginning; None if they do not."""
-        self._config, self._block_size, self._adapters = config, block_size, adapters
+        self._config, self._block_size, self._adapters = config, groups.block_size, adapters
         arena, attached = attach_all(hellos)
         self._arena = arena
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
@@ -76,21 +83,18 @@ class MountedCache:
         if config.cache is None:
             self.own = PactCache(
                 config,
-                namespace=known.digest,
-                block_size=block_size,
+                EngineKV(known.digest, groups, hellos[0].slot_classes, max(hello.copies_per_block for hello in hellos)),
                 arena=arena,
                 tiers=tiers.queues if tiers is not None else (),
                 clock=time.monotonic,
                 metrics=metrics,
                 budget=budget,
-                groups=groups,
-                classes=hellos[0].slot_classes,
-                copies_per_block=max(hello.copies_per_block for hello in hellos),
             )
             self.cache: ExternalCache = self.own
         else:
             slots = arena.num_slots, arena.num_ranks, arena.rank_slot_bytes
-            spec = CacheSpec(block_size, *slots, known.digest, time.monotonic, groups)
+            told = None if groups == one_group(groups.block_size) else groups
+            spec = CacheSpec(groups.block_size, *slots, known.digest, time.monotonic, told)
             self.cache = _cache_of_another(config.cache, spec)
         if tiers is not None:
             self._use(tiers)

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvpact.cache.groups import RequestGroups, Tables, runs_of
 from kvpact.cache.jobs import OffloadRun, PactLedger, Piece, PutOffSave, SaveState, TransferJobs
-from kvpact.cache.lazy_offload import LazyOffload
+from kvpact.cache.lazy_offload import MIN_WINDOW, LazyOffload
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.writeback import Offer, WriteBack
@@ -55,6 +55,8 @@ class Offloader:
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
     piece_blocks: int = PIECE_BLOCKS
+    lazy_window: int = MIN_WINDOW
+    """With `"save": "lazy"`, at least so many of the engine's blocks that are evicted next are watched."""
     _left: int = field(default=PIECE_BLOCKS, init=False)
     """Rows of which the running step may still order saves."""
     _context: BlockHolder | None = field(default=None, init=False)
@@ -62,14 +64,14 @@ class Offloader:
     def __post_init__(self) -> None:
         self.index, self.tiers = self.groups.index, self.writeback.tiers
 
-    def bind(self, context: BlockHolder, *, lazy_window: int | None) -> None:
-        """Hold blocks through `context` while they are copied. With a window, save only what the engine evicts next."""
+    def bind(self, context: BlockHolder) -> None:
+        """Hold blocks through `context` while they are copied; its free queue says when to save lazily."""
         self._context, self.lazy = context, None
         self.groups.bind(context)
-        if lazy_window is None or not self.groups.shows_all:
+        if self.config.save != "lazy" or not self.groups.shows_all:
             return
         if isinstance(context, SchedulerContext):
-            self.lazy = LazyOffload(context, self.index, self.groups, self.tags, lazy_window)
+            self.lazy = LazyOffload(context, self.index, self.groups, self.tags, self.lazy_window)
         else:
             logger.warning("kvpact: this engine does not show its free queue; blocks are saved as they are computed")
 

@@ -14,11 +14,12 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final
 
-from kvpact.cache.mounted import MountedCache
+from kvpact.cache.mounted import EngineIdentity, MountedCache
 from kvpact.cache.waiting import MIN_IDENTITY_SECONDS, Event, Told, Waiting
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, SupportsStepLookup, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
+from kvpact.identity.groups import one_group
 from kvpact.metrics import Metrics
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
@@ -113,14 +114,15 @@ class SchedulerSide:
         return MountedCache(
             config,
             hellos,
-            engine_namespace(vllm_config, facts_of_slots(hellos), len(hellos) // with_slots, groups),
-            base_weights(vllm_config, config.model_id) if config.tiers else None,
-            self.identities.adapters,
-            seal=self._seal,
-            block_size=self._block_size,
+            EngineIdentity(
+                engine_namespace(vllm_config, facts_of_slots(hellos), len(hellos) // with_slots, groups),
+                base_weights(vllm_config, config.model_id) if config.tiers else None,
+                self.identities.adapters,
+                self._seal,
+            ),
+            groups.groups if groups.several or groups.groups.tokens_ahead else one_group(self._block_size),
             metrics=self._metrics,
             budget=self._budget,
-            groups=groups.groups if groups.several or groups.groups.tokens_ahead else None,
             replica=replica_number(vllm_config.parallel_config),
         )
 

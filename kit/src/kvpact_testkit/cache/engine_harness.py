@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,20 @@ class FaultyWorker(SimulatedWorker):
         self._said.clear()
 
 
+@dataclass
+class Others:
+    """What the engines and caches of one play have in common, those that have ended among them."""
+
+    stored: dict[StoredBlock, int] | None = None
+    """The blocks of earlier caches of this place."""
+    ever_stored: EverStored | None = None
+    shared_directory: Path | None = None
+    """Where shared files are; None: beside the cache's own."""
+    clock: StepClock = field(default_factory=StepClock)
+
+
 class EngineHarness:
-    """One engine and one cache. `script` has the steps so far, `stored` the blocks of earlier caches of this place."""
+    """One engine and one cache. `script` has the steps so far."""
 
     def __init__(
         self,
@@ -138,19 +150,17 @@ class EngineHarness:
         script: Trace | None = None,
         *,
         weights: int = 0,
-        stored: dict[StoredBlock, int] | None = None,
-        ever_stored: EverStored | None = None,
-        shared_directory: Path | None = None,
-        clock: StepClock | None = None,
+        others: Others | None = None,
     ) -> None:
         """The engine starts from the files of `weights`, whichever weights replace them later.
 
-        Its cache's own files are in `directory`; shared ones are in `shared_directory`, by default the same.
+        Its cache's own files are in `directory`.
         """
+        others = others or Others()
         self.factory, self.directory, self.settings = factory, directory, settings
         self.script = Trace(TRACE_LINES) if script is None else script
         self.quirks = settings.quirks or EngineQuirks.presets()[settings.mode]
-        self.clock = clock or StepClock()
+        self.clock = others.clock
         self.weights_of_files = weights
         self.conducts: dict[int, deque[JobBehavior]] = {rank: deque() for rank in range(settings.ranks)}
         """How each rank treats its next jobs; it treats the others faithfully."""
@@ -177,7 +187,7 @@ class EngineHarness:
             slot_bytes=config.page_bytes,
             clock=self.clock,
             directory=directory,
-            shared_directory=shared_directory or directory,
+            shared_directory=others.shared_directory or directory,
             weights=f"weights-{weights}",
             write_queue_bytes=settings.write_queue_bytes,
         )
@@ -193,8 +203,8 @@ class EngineHarness:
             timeout=settings.timeout,
             whole_answers=self.quirks.ignores_commit_answer,
             own_workers=bool(self.subject.workers),
-            stored=stored or {},
-            ever_stored={} if ever_stored is None else ever_stored,
+            stored=others.stored or {},
+            ever_stored={} if others.ever_stored is None else others.ever_stored,
             say=lambda words: self.script.note(f"    {words}"),
         )
         self.workers: list[FaultyWorker] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.errors import WeightsVersionRefused
-from kvpact_testkit.cache.engine_harness import EngineHarness
+from kvpact_testkit.cache.engine_harness import EngineHarness, Others
 from kvpact_testkit.engine import Request
 from kvpact_testkit.results import Broken, NotObservable, observable_if, require
 
@@ -201,9 +201,7 @@ class CacheHarness(EngineHarness):
             self.settings,
             self.script,
             weights=self.weights_of_files,
-            ever_stored=self.monitor.ever_stored,
-            shared_directory=self.place.shared_directory,
-            clock=self.clock,
+            others=Others(None, self.monitor.ever_stored, self.place.shared_directory, self.clock),
         )
         scene.monitor.has_neighbours = True
         return closing(scene)

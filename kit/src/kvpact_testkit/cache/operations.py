@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpact.identity.keys import RequestIdentity
 from kvpact.ranges import BlockRange, RangeSet
-from kvpact_testkit.cache.engine_harness import HarnessSettings
+from kvpact_testkit.cache.engine_harness import HarnessSettings, Others
 from kvpact_testkit.cache.group_blocks import StoredBlock
 from kvpact_testkit.cache.harness import CacheHarness
 from kvpact_testkit.cache.job_monitor import EverStored
@@ -118,9 +118,7 @@ class Operations:
             Path(self._folder.name),
             self.settings,
             self._script,
-            stored=self._stored,
-            ever_stored=self._ever_stored,
-            clock=self._clock,
+            others=Others(self._stored, self._ever_stored, clock=self._clock),
         )
 
     @contextmanager

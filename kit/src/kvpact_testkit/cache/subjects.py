@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvpact.cache.cache import PactCache
+from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.lazy_offload import MIN_WINDOW
 from kvpact.cache.offload import PIECE_BLOCKS
 from kvpact.config import load_config
@@ -132,7 +132,7 @@ def pact_cache(
 ) -> CacheUnderTest:
     """kvpact's own cache; with `disk_slots`, a disk tier below it, with `shared`, a shared one. Both outlive a restart.
 
-    `settings` as a user's; `lazy_window` as in `PactCache`, `piece_blocks` as in its `Offloader`.
+    `settings` as a user's; `lazy_window` and `piece_blocks` as in its `Offloader`.
     """
     slot_bytes = -(-place.slot_bytes // PAGE_BYTES) * PAGE_BYTES
     namespace = Namespace({"weights": place.weights, "block_size": str(place.block_size)})
@@ -150,14 +150,12 @@ def pact_cache(
     defaults = {"plan_lifetime": 0.05, "prepare_deadline": 0.5, "load_deadline": 0.5, "recompute_if_faster": False}
     cache = PactCache(
         load_config({**defaults, **settings}, {}),
-        namespace=namespace.digest,
-        block_size=place.block_size,
+        EngineKV(namespace.digest, _named(place.groups)),
         arena=Arena(segments),
         tiers=tiers,
         clock=place.clock,
-        lazy_window=lazy_window,
-        groups=_named(place.groups),
     )
+    cache.saves.lazy_window = lazy_window
     cache.saves.piece_blocks = piece_blocks
 
     def held() -> Mapping[str, int]:
