@@ -128,7 +128,14 @@ class Offloader:
     def _note_full(
         self, request: EngineRequest, state: RequestState, full: int, tables_of: Callable[[], Tables]
     ) -> None:
-        """The first `full` rows of a request are computed, and have keys: save what others may need of all groups."""
+        """The first `full` rows of a request are computed, and have keys: save what others may need of all groups.
+
+        Its rows, of which those before `first` were offered in earlier steps; a region may be empty:
+
+            0          known           sound               named      stop            full
+            | is held  | is saved now  | blocks of another | cannot   | saved in      | still being
+            | already  |               | tag, not stored   | be named | later steps   | computed
+        """
         assert state.keys is not None
         name, groups, lazy = request.request_id, self.groups.groups, self.lazy
         first = state.offloaded_blocks
