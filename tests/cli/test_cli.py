@@ -17,7 +17,7 @@ import kvpact as kvpact_package
 from documents import block_with
 from kvpact import __version__
 from kvpact.cli.app import app
-from kvpact.cli.serve import TIME_TO_END, what_copies
+from kvpact.cli.serve import RUN_BY_US, TIME_TO_END, what_copies
 from kvpact.cli.vllm_command import with_classes_that_fit
 from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
@@ -207,7 +207,7 @@ def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm: Path) -> None:
     ],
 )
 def test_serve_says_first_which_device_what_copies_and_what_was_run_by_us(tmp_path: Path, gpu: str, how: str) -> None:
-    said = f"On a CPU kvpact copies; on a GPU {how}. Run by us on a GPU: nothing yet"
+    said = f"On a CPU kvpact copies; on a GPU {how}. Run by us on a GPU: {RUN_BY_US}"
     assert what_copies(gpu, tmp_path) == f"kvpact: no NVIDIA GPU here. {said}"
     for number in (0, 1):
         folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0"
