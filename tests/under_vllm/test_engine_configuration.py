@@ -29,6 +29,7 @@ from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDU
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.plugin import register
 from kvpact.vllm.scheduler import KvpactScheduler, pact_scheduler
+from scenes import until
 from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt, vllm_config
 
 WITHOUT = "kvpact: this engine was started without kvpact's "
@@ -269,9 +270,12 @@ def test_engines_of_two_models_have_equal_shares_of_a_directory(
     assert_serves(second)
     assert_serves(first)
     assert [engine.counts['written_blocks{tier="disk"}'] for engine in (first, second)] == [6, 6]
-    sizes = [512 * path.stat().st_blocks for path in (tmp_path / "slabs" / "kvpact").iterdir()]
-    assert sum(sizes) <= 1 << 20
-    assert max(sizes) <= 1 << 19
+
+    def taken() -> list[int]:
+        return [512 * path.stat().st_blocks for path in (tmp_path / "slabs" / "kvpact").iterdir()]
+
+    until(lambda: max(taken()) <= 1 << 19)  # the first one makes holes when it looks at the directory next
+    assert sum(taken()) <= 1 << 20
     assert complaints(caplog) == []
 
 
