@@ -18,21 +18,21 @@ from statistics import quantiles
 from typing import Any
 from urllib.parse import quote
 
-from benchmarks.needs import require_vllm
+from benchmarks.needs import find_testbeds, require_vllm
 from benchmarks.table import spread
 from kvpact.config import load_config
-from kvpact.vllm.compat.platforms import OUR_CLASSES
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.gpu import cuda_devices
 from kvpact_testkit.demo.model import ModelShape, ensure_model
-from kvpact_testkit.demo.phases import drop_page_cache, settle
+from kvpact_testkit.demo.phases import class_arguments, drop_page_cache, settle
+
+find_testbeds()
 
 ONE_LAYER = ModelShape(
     layers=1, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=2048, positions=1 << 17
 )
 LAYERS = 32
 TOKEN_BYTES = 2 * LAYERS * ONE_LAYER.kv_heads * ONE_LAYER.head_dim * 2
-TEXT = "A prompt prefix is never computed twice: it is promised, committed, loaded and used.\n" * 50
 ANSWER = 64
 
 
@@ -46,8 +46,7 @@ def _settings(model: Path, folder: Path, tokens: Sequence[int], readings: int, d
     said: dict[str, Any] = {"memory": f"{kept}B", "recompute_if_faster": False, "stats_file": str(folder / "stats")}
     if disk:
         said["tiers"] = [f"disk://{quote(str(folder / 'disk'))}?capacity={2 * kept}B"]
-    arguments: dict[str, Any] = {name.lstrip("-").replace("-", "_"): value for name, value in OUR_CLASSES.items()}
-    arguments |= {
+    arguments: dict[str, Any] = class_arguments() | {
         "load_format": "dummy",
         "hf_overrides": {"num_hidden_layers": LAYERS},
         "max_model_len": max(tokens) + 2 * ANSWER,
@@ -73,7 +72,7 @@ def _row(tokens: int, what: str, ours: Sequence[tuple[float, int]], **others: Se
 
 
 def _beside_decodes(engine: EngineProcess, what: str, arriving: Sequence[Sequence[int]], decoding: int) -> Any:
-    """Gaps of clients who decode while prompts arrive one behind the other, in ms."""
+    """Gaps of clients who decode while the prompts behind them are computed or loaded, in ms."""
     clients = _prompts(77, decoding, 128)
     outputs = engine.crowd([*clients, *arriving], max_tokens=ANSWER, logprobs=0)[:decoding]
     gaps = [(later - sooner) * 1e3 for out in outputs for sooner, later in pairwise(out.token_seconds)]
@@ -86,12 +85,14 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """A row of each length and way, then one of each crowd."""
     require_vllm()
+    from tiny_engine import TOKENIZER_TEXT
+
     if not cuda_devices():
         raise ModuleNotFoundError("no GPU", name="torch for CUDA, and a GPU")
     with tempfile.TemporaryDirectory(prefix="kvpact-gpu-") as name:
         folder = Path(name)
         (folder / "disk").mkdir()
-        settings = _settings(ensure_model(folder, ONE_LAYER, TEXT), folder, tokens, readings, disk)
+        settings = _settings(ensure_model(folder, ONE_LAYER, TOKENIZER_TEXT), folder, tokens, readings, disk)
         asked = {length: _prompts(length, readings, length) for length in tokens}
         cold, local = {}, {}
         with EngineProcess(settings, folder / "log") as engine:
@@ -99,14 +100,14 @@ def rows(
             for length, prompts in asked.items():
                 cold[length], local[length] = _first_tokens(engine, prompts), _first_tokens(engine, prompts)
                 _forget(engine)
-                yield told(_row(length, "cold", cold[length]))
-                yield told(_row(length, "local hit", local[length], of_cold=cold[length]))
+                yield _told(_row(length, "cold", cold[length]))
+                yield _told(_row(length, "local hit", local[length], of_cold=cold[length]))
                 warm = _first_tokens(engine, prompts)
-                yield told(_row(length, "memory", warm, over_local=local[length], of_cold=cold[length]))
+                yield _told(_row(length, "memory", warm, over_local=local[length], of_cold=cold[length]))
                 _forget(engine)
             new = _prompts(5, readings, tokens[0])
             for what, arriving in (("nothing", []), ("computed prompts", new), ("loaded prompts", asked[tokens[0]])):
-                yield told(_beside_decodes(engine, f"{what} of {tokens[0]} tokens", arriving, decoding))
+                yield _told(_beside_decodes(engine, f"{what} of {tokens[0]} tokens", arriving, decoding))
                 _forget(engine)
         if not disk:
             return
@@ -115,7 +116,7 @@ def rows(
             _warm(engine, max(tokens))
             for length, prompts in asked.items():
                 warm = _first_tokens(engine, prompts)
-                yield told(_row(length, "disk, new process", warm, over_local=local[length], of_cold=cold[length]))
+                yield _told(_row(length, "disk, new process", warm, over_local=local[length], of_cold=cold[length]))
 
 
 def _forget(engine: EngineProcess) -> None:
@@ -134,7 +135,7 @@ def _warm(engine: EngineProcess, longest: int) -> None:
     _forget(engine)
 
 
-def told(row: dict[str, Any]) -> dict[str, Any]:
+def _told(row: dict[str, Any]) -> dict[str, Any]:
     """The row, printed as soon as it is there: the machine may be lent for minutes."""
     print(row, flush=True)
     return row

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.config import load_config
-from kvpact.vllm.compat.platforms import OUR_CLASSES
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.gpu import cuda_devices
 from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.model import TINY_SHAPE, ensure_model
-from kvpact_testkit.demo.phases import GPU_SHARE, settle
+from kvpact_testkit.demo.phases import GPU_SHARE, class_arguments, settle
 
 Found = dict[str, Any]
 
@@ -113,12 +112,11 @@ class Scene:
         ).kv_transfer_config()
         arguments: Found = {**SCENES[name], "max_num_batched_tokens": STEP_TOKENS}
         arguments |= {"gpu_memory_utilization": GPU_SHARE} if gpu else {"max_num_seqs": 8}
-        classes = {option.lstrip("-").replace("-", "_"): value for option, value in OUR_CLASSES.items()}
         began = time.monotonic()
         self.log = work / f"{name.replace(' ', '-')}-kvpact.log"
         self.plain = EngineProcess(EngineSettings(model, None, arguments), work / f"{name.replace(' ', '-')}-plain.log")
         engines.callback(self.plain.kill)
-        self.pact = EngineProcess(EngineSettings(model, config, {**arguments, **classes}), self.log)
+        self.pact = EngineProcess(EngineSettings(model, config, {**arguments, **class_arguments()}), self.log)
         engines.callback(self.pact.kill)
         self.block = self.plain.wait_ready().block_size
         self.pact.wait_ready()

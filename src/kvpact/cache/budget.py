@@ -48,11 +48,6 @@ class StepBudget:
         """Seconds for probes of this step that memory alone answers."""
 
     @property
-    def spent(self) -> float:
-        """Seconds that the step has cost, with the running hook."""
-        return self.charged + perf_counter() - self.hook_began
-
-    @property
     def exhausted(self) -> bool:
         """Whether the step has used its budget: what can wait is left to the next step."""
         return self.charged + perf_counter() - self.hook_began > self.limit

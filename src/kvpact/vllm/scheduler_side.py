@@ -59,7 +59,10 @@ class SchedulerSide:
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics, self._budget = metrics, guard.budget
-        self._block_size = groups.groups.block_size if groups.several else int(vllm_config.cache_config.block_size)
+        is_plain = not (groups.several or groups.groups.tokens_ahead)
+        self._kv_groups = one_group(int(vllm_config.cache_config.block_size)) if is_plain else groups.groups
+        """The KV cache groups that the cache keeps."""
+        self._block_size = self._kv_groups.block_size
         """Tokens in a block of the chain."""
         self.identities = RequestIdentities(vllm_config)
         self._noted_revision = -1
@@ -120,7 +123,7 @@ class SchedulerSide:
                 self.identities.adapters,
                 self._seal,
             ),
-            groups.groups if groups.several or groups.groups.tokens_ahead else one_group(self._block_size),
+            self._kv_groups,
             metrics=self._metrics,
             budget=self._budget,
             replica=replica_number(vllm_config.parallel_config),

@@ -154,6 +154,11 @@ def kvpact_config(disk: Path, stats_file: Path, memory: str) -> dict[str, Any]:
     return load_config(settings, {}).kv_transfer_config()
 
 
+def class_arguments() -> dict[str, str]:
+    """kvpact's two classes, as arguments of `vllm.LLM`."""
+    return {option.lstrip("-").replace("-", "_"): name for option, name in OUR_CLASSES.items()}
+
+
 def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[[str], None]) -> Results:
     """Run all phases with logs and the disk tier under `work`, an empty directory; `say` is told what happens.
 
@@ -165,8 +170,7 @@ def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[
 
     def with_kvpact(life: int, *, held: bool = False) -> EngineProcess:
         config = kvpact_config(disk, work / f"stats-{life}.json", plan.memory)
-        classes = {option.lstrip("-").replace("-", "_"): name for option, name in OUR_CLASSES.items()}
-        settings = EngineSettings(model, config, {**arguments, **classes})
+        settings = EngineSettings(model, config, {**arguments, **class_arguments()})
         return EngineProcess(settings, work / f"engine-with-kvpact-{life}.log", held=held)
 
     script = _Script(model, text, plan, say)
