@@ -112,3 +112,20 @@ def test_an_impossible_answer_is_a_failure(
     done = done_of(client)
     assert isinstance(done, LookupDone)
     assert (done.in_a_row, done.ok, done.each) == (0, False, (False,) * 5)
+
+
+def test_the_numbers_in_their_prompts_reach_the_tier(
+    dictionary: DictionaryTier, client: TierClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries: list[Entry] = []
+
+    def put(given: Sequence[Entry]) -> list[bool]:
+        entries.extend(given)
+        return [True] * len(given)
+
+    monkeypatch.setattr(dictionary, "put", put)
+    unknown: list[int] = []
+    for depths in (unknown, [7, 3]):
+        assert client.submit_put("write", KEYS[:2], filled(KEYS[:2]), 2 * SLOT, depths=depths)
+        assert done_of(client) == PutDone("write", (True, True))
+    assert [(entry.depth, entry.parent) for entry in entries] == [(0, b""), (0, b""), (7, b""), (3, b"")]

@@ -290,11 +290,12 @@ class TierClient:
         epoch: Epoch = FIRST_EPOCH,
         *,
         before: Sequence[BlockKey] | None = None,
+        depths: Sequence[int] = (),
     ) -> bool:
         """See `TierExecutor`. Also False if a write hangs and this one needs more slots than the tier may borrow."""
         if not self.may_write or (self._writes_stuck and len(buffers) > self.room):
             return False
-        if not self.executor.submit(Job(op_id, keys, buffers, before, nbytes, PutDone, epoch=epoch)):
+        if not self.executor.submit(Job(op_id, keys, buffers, before, nbytes, PutDone, epoch=epoch, depths=depths)):
             return False
         self._lent_writes[op_id] = len(buffers)
         return True

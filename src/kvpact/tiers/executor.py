@@ -100,6 +100,8 @@ class Job:
     kind: type[Done] = GetDone
     control: Callable[[Tier], object] | None = None
     epoch: Epoch = FIRST_EPOCH
+    depths: Sequence[int] = ()
+    """Of blocks to be written that each stand for itself, the numbers in their prompts, where they are known."""
     each: Sequence[bool] = ()
     began: float | None = None
     moved: float = inf
@@ -380,7 +382,9 @@ def call_tier(tier: Tier, job: Job) -> None:
     elif job.before is not None:
         job.each = checked_answers(tier.put(chained(job.keys, job.buffers, job.before, job.epoch)), len(job.keys))
     else:
-        entries = [Entry(key, buffer, epoch=job.epoch) for key, buffer in zip(job.keys, job.buffers, strict=True)]
+        depths = job.depths or [0] * len(job.keys)
+        blocks = zip(job.keys, job.buffers, depths, strict=True)
+        entries = [Entry(key, buffer, depth=depth, epoch=job.epoch) for key, buffer, depth in blocks]
         job.each = checked_answers(tier.put(entries), len(job.keys))
 
 
