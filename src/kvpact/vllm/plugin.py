@@ -1,5 +1,5 @@
-"""vLLM's plug-in: tells it the connector's name, so that `"kv_connector": "PactConnector"` needs no module path, and
-has it refuse a configuration that names the connector and another one in its place.
+"""vLLM's plug-in: tells it kvpact's names, so that `"kv_connector": "PactConnector"` and a secondary tier of the `type`
+`PactTier` need no module path, and has it refuse a configuration that names the connector and another one in its place.
 
 Entry point `kvpact` of the group `vllm.general_plugins`, which vLLM calls in each of its processes, also those of
 engines without kvpact. So it imports nothing: what it changes it changes when vLLM imports those modules itself.
@@ -21,6 +21,12 @@ logger = logging.getLogger(__name__)
 FACTORY: Final = "vllm.distributed.kv_transfer.kv_connector.factory"
 """The module with vLLM's list of connectors. By itself it would bring a web framework, in seconds."""
 
+TIERS: Final = "vllm.v1.kv_offload.tiering.factory"
+SPECS: Final = "vllm.v1.kv_offload.factory"
+"""The modules with vLLM's lists of secondary tiers and of specs, in its own offloading."""
+
+OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config"
+"""The module that makes a spec's configuration of the engine's."""
 
 CONFIG: Final = "vllm.config.vllm"
 """The module with `VllmConfig`, which may put another connector in the place of the one that a user named."""
@@ -47,6 +53,31 @@ def _tell(module: Any) -> None:
         )
 
 
+def _tell_tier(module: Any) -> None:
+    with suppress(ValueError, AttributeError):  # it is known already; or this release has none
+        module.SecondaryTierFactory.register_tier("PactTier", "kvpact.vllm.offload", "PactTier")
+
+
+def _tell_spec(module: Any) -> None:
+    with suppress(ValueError, AttributeError):
+        module.OffloadingSpecFactory.register_spec("PactTieringSpec", "kvpact.vllm.offload", "PactTieringSpec")
+
+
+def _keep_engine(module: Any) -> None:
+    """Have a spec's configuration keep the engine's, in which alone the weights are named."""
+    build = getattr(module, "build_offloading_config", None)
+    if build is None or build.__module__ == __name__:
+        return
+
+    def build_and_keep(vllm_config: Any, *others: Any) -> Any:
+        config = build(vllm_config, *others)
+        with suppress(AttributeError):
+            object.__setattr__(config, "kvpact_engine", vllm_config)  # it is frozen
+        return config
+
+    module.build_offloading_config = build_and_keep
+
+
 def _keep_named(module: Any) -> None:
     with suppress(AttributeError):  # vLLM decides elsewhere
         decide = module.VllmConfig._post_init_kv_transfer_config
@@ -70,7 +101,13 @@ def _refusing(decide: Callable[[Any], None]) -> Callable[[Any], None]:
     return decide_or_refuse
 
 
-_CHANGES: Final = {FACTORY: _tell, CONFIG: _keep_named}
+_CHANGES: Final = {
+    FACTORY: _tell,
+    CONFIG: _keep_named,
+    TIERS: _tell_tier,
+    SPECS: _tell_spec,
+    OFFLOADING: _keep_engine,
+}
 
 
 class _AtImport(MetaPathFinder):

@@ -63,7 +63,7 @@ def worker_facts(
     Never raises: a fact that cannot be read is drawn at random, so the engine shares nothing, and one warning says so.
     """
     readers: dict[str, Callable[[], str]] = {
-        "machine": _machine,
+        "machine": machine,
         "page_layout": lambda: _kinds(pages.values()),
         "attention": lambda: _kinds(_kernels(layer) for layer in _layers(vllm_config, pages).values()),
         "layers": lambda: _layers_fact(_layers(vllm_config, pages), pages),
@@ -155,7 +155,7 @@ def _layers_fact(layers: Mapping[str, Any], pages: Mapping[str, str]) -> str:
     return f"{len(lines)}, {_digest(lines)}"
 
 
-def _machine() -> str:
+def machine() -> str:
     """The platform, and what its kernels are chosen by.
 
     GPU kernels of another device generation do not change the layout under one backend's name, strides and dtype, so
@@ -287,4 +287,4 @@ def _digest(lines: Iterable[str]) -> str:
     return blake3("\n".join(lines).encode()).hexdigest()[:32]
 
 
-__all__ = ["facts_of_ranks", "facts_of_slots", "layer_pages", "worker_facts"]
+__all__ = ["facts_of_ranks", "facts_of_slots", "layer_pages", "machine", "worker_facts"]

@@ -1,0 +1,85 @@
+"""What a `PactTier` counts, in the statistics of vLLM's offloading: kvpact's own metrics, under their own names.
+
+Owns which of them a tier has here, and that each is told as often as it changes, once a second at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+from kvpact.metrics import METRICS, Metric, Metrics, series
+from kvpact.tiers.client import TierClient
+
+NAMES: Final = frozenset(
+    {
+        "capacity_blocks",
+        "damaged_records",
+        "dropped_writes",
+        "evicted_blocks",
+        "held_blocks",
+        "open_breakers",
+        "queued_write_bytes",
+        "read_blocks",
+        "read_bytes",
+        "tier_failures",
+        "used_bytes",
+        "written_blocks",
+        "written_bytes",
+    }
+)
+TOLD: Final[tuple[Metric, ...]] = tuple(metric for metric in METRICS if metric.name in NAMES)
+
+INTERVAL_SECONDS: Final = 1.0
+
+
+def metric_definitions() -> dict[str, Any]:
+    """The metrics of all `PactTier`s, each by tier."""
+    kinds = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
+    return {
+        f"vllm:kvpact_{metric.name}": kinds[metric.kind](f"{metric.unit} {metric.meaning}", (metric.label,))
+        for metric in TOLD
+    }
+
+
+class TierStats:
+    """The counts of one tier since they were taken last."""
+
+    def __init__(self, metrics: Metrics, client: TierClient, row_bytes: int) -> None:
+        self._metrics, self._client, self._row_bytes = metrics, client, row_bytes
+        self._due_at, self._last = 0.0, dict[str, float]()
+
+    def take(self) -> OffloadingConnectorStats | None:
+        """What has changed; None if it is not due yet."""
+        if (now := time.monotonic()) < self._due_at:
+            return None
+        self._due_at = now + INTERVAL_SECONDS
+        self._observe()
+        label, shot, stats = self._client.name, self._metrics.snapshot(), OffloadingConnectorStats()
+        for metric in TOLD:
+            name, value = series(metric.name, label), shot[series(metric.name, label)]
+            change = value - self._last.get(name, 0)
+            tell = stats.set_gauge if metric.kind == "gauge" else stats.increase_counter
+            if change:
+                tell(f"vllm:kvpact_{metric.name}", value if metric.kind == "gauge" else change, (label,))
+            self._last[name] = value
+        return stats
+
+    def _observe(self) -> None:
+        client, metrics = self._client, self._metrics
+        capacity, counts = client.capacity(), client.counts()
+        gauges: Mapping[str, float] = {
+            "capacity_blocks": capacity.capacity_bytes // self._row_bytes,
+            "held_blocks": capacity.blocks,
+            "used_bytes": capacity.used_bytes,
+            "queued_write_bytes": client.executor.pending_write_bytes,
+            "open_breakers": client.is_open,
+        }
+        for name, value in gauges.items():
+            metrics.set(name, value, client.name)
+        metrics.raise_to("damaged_records", counts.damaged, client.name)
+        metrics.raise_to("evicted_blocks", counts.evicted, client.name)

@@ -1,0 +1,269 @@
+"""The jobs that vLLM's offloading gives one tier, and the questions it asks, from submission to result.
+
+Owns which rows of vLLM's host memory may still be read or written, and what is known of a shared store's content. A job
+is reported once, when nothing touches its rows any more. Runs on the scheduler's thread and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from vllm.v1.kv_offload.tiering.base import JobResult
+
+from kvpact.cache.tier_set import ASK_AGAIN_SECONDS, REFUTED_SECONDS, LRUKeySet
+from kvpact.identity.epochs import Epoch
+from kvpact.identity.keys import BlockKey
+from kvpact.metrics import Metrics
+from kvpact.tiers.client import LentSlots, TierClient
+from kvpact.tiers.executor import GetDone, LookupDone, PutDone, TierExecutor
+
+KNOWN_SHARE: Final = 2
+"""Keys remembered per row of host memory as held by a shared store, and as absent."""
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """A job that reads: into vLLM's `rows`, or first into `buffers` of our own that are copied there."""
+
+    job: Any
+    names: list[BlockKey]
+    rows: list[memoryview]
+    buffers: list[memoryview]
+    deadline: float
+    each: Sequence[bool] = ()
+    """Which blocks have arrived in full."""
+    is_given_up: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the tier's thread writes to vLLM's rows."""
+        return self.buffers is self.rows
+
+    def copy(self) -> None:
+        """Put what has arrived into vLLM's rows."""
+        for row, buffer, arrived in zip(self.rows, self.buffers, self.each, strict=True):
+            if arrived:
+                row[:] = buffer
+
+
+@dataclass(eq=False, slots=True)
+class _Store:
+    """A job that writes."""
+
+    job: Any
+    names: list[BlockKey]
+
+
+class TierJobs:
+    """One tier's. `stored` is told of the keys of each write that has ended, as vLLM names them.
+
+    A store that others write to is read into memory of our own, so that a read that hangs holds up no request: at its
+    deadline it is over, with what has arrived in a row. A direct read is asked to end then, and waited for.
+    """
+
+    def __init__(
+        self,
+        executor: TierExecutor,
+        memory: memoryview,
+        row_bytes: int,
+        patience: float,
+        metrics: Metrics,
+        stored: Callable[[Sequence[Any]], None],
+    ) -> None:
+        """`memory` is vLLM's, of rows of `row_bytes`; a request waits for at most `patience` seconds."""
+        rows = len(memory) // row_bytes
+        self.client = TierClient(executor, LentSlots(rows), timeout=patience, clock=time.monotonic, metrics=metrics)
+        self._memory, self._row_bytes, self._patience = memory, row_bytes, patience
+        self._metrics, self._stored = metrics, stored
+        self._answers = _Answers(KNOWN_SHARE * rows)
+        self._loads: dict[Any, _Load] = {}
+        self._copies: list[tuple[Future[None], _Load]] = []
+        self._stores: dict[Any, _Store] = {}
+        self._results: list[JobResult] = []
+        self._copier = ThreadPoolExecutor(1, "kvpact-offload-copy")
+
+    @property
+    def pending(self) -> bool:
+        """Whether something has not ended or was not reported."""
+        return bool(self.uses_memory or self._results or self._answers.pending)
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether a row of vLLM's may still be read or written."""
+        return bool(self._loads or self._copies or self._stores)
+
+    # Questions
+
+    def holds(self, name: BlockKey, since: float, now: float) -> bool | None:
+        """Whether a block can be loaded, for a request that waits `since` then; None while the store is asked."""
+        client, answers = self.client, self._answers
+        if answers.refuted.added_since(name, now - REFUTED_SECONDS) or not client.may_read(now):
+            return False
+        if not client.shared:
+            return client.has(name, now)
+        if answers.held.added_since(name, now - ASK_AGAIN_SECONDS):
+            return True
+        if answers.absent.added_since(name, since) or now >= since + self._patience:
+            return False
+        answers.wanted[name] = None
+        return None
+
+    def begin(self, now: float) -> None:
+        """The step ends: ask for all that it wanted at once, and let the tier's threads begin."""
+        answers = self._answers
+        if names := answers.take_wanted():
+            op_id = ("lookup", names[0], now)
+            if self.client.submit_lookup(op_id, names, now):
+                answers.asking[op_id] = names
+        self.client.executor.flush()
+
+    # Jobs
+
+    def load(self, job: Any, names: list[BlockKey], now: float) -> None:
+        """Read these blocks into the job's rows."""
+        rows = self._rows(job)
+        buffers = rows
+        if self.client.shared:
+            buffers = [np.empty(self._row_bytes, np.uint8).data for _ in rows]
+        load = _Load(job, names, rows, buffers, now + self._patience)
+        if self.client.submit_get(job.job_id, names, [[buffer] for buffer in buffers], now):
+            self._loads[job.job_id] = load
+        else:
+            self._report_load(load, now)
+
+    def store(self, job: Any, names: list[BlockKey], depths: Sequence[int], epoch: Epoch) -> None:
+        """Write the job's rows; refused at once beyond `write_queue`, so that a sick store pins no host memory."""
+        buffers = [[row] for row in self._rows(job)]
+        nbytes = len(buffers) * self._row_bytes
+        if self.client.submit_put(job.job_id, names, buffers, nbytes, epoch, depths=depths):
+            self._stores[job.job_id] = _Store(job, names)
+        else:
+            self._count("dropped_writes", len(names))
+            self._results.append(_result(job, [], self._row_bytes))
+
+    def poll(self, now: float) -> list[JobResult]:
+        """The jobs that have ended since the last call."""
+        self.client.use_if_there()
+        self.client.check(now)
+        for done in self.client.poll():
+            if isinstance(done, LookupDone):
+                self._answers.note(done, now)
+            elif isinstance(done, PutDone):
+                self._end_store(self._stores.pop(done.op_id), done)
+            elif isinstance(done, GetDone) and (load := self._loads.pop(done.op_id, None)) is not None:
+                self._end_load(load, done.each, now)
+        for load in [load for load in self._loads.values() if load.deadline <= now and not load.is_given_up]:
+            self._give_up(load, now, late=True)
+        for copied in [copied for copied in self._copies if copied[0].done()]:
+            self._copies.remove(copied)
+            self._report_load(copied[1], now)
+        results, self._results = self._results, []
+        return results
+
+    def give_up(self, now: float) -> None:
+        """End all jobs as soon as that is possible: what has not begun never does."""
+        for load in [*self._loads.values()]:
+            self._give_up(load, now, late=False)
+        for op_id in self._stores:
+            self.client.executor.cancel(op_id)
+
+    def close(self, timeout: float) -> bool:
+        """Write what is queued within `timeout` seconds, and close the tier; whether nothing uses memory any more."""
+        is_over = self.client.close(timeout)
+        self._copier.shutdown()
+        return is_over
+
+    def _rows(self, job: Any) -> list[memoryview]:
+        starts = [int(chunk) * self._row_bytes for chunk in job.chunk_ids]
+        return [self._memory[start : start + self._row_bytes] for start in starts]
+
+    def _give_up(self, load: _Load, now: float, *, late: bool) -> None:
+        load.is_given_up = True
+        arrived = self.client.executor.progress(load.job.job_id)
+        self.client.give_up(load.job.job_id, late=late)
+        if not load.is_direct:
+            del self._loads[load.job.job_id]
+            self._end_load(load, [at < arrived for at in range(len(load.rows))], now)
+
+    def _end_load(self, load: _Load, each: Sequence[bool], now: float) -> None:
+        load.each = each
+        if load.is_direct or not any(each):
+            self._report_load(load, now)
+        else:
+            self._copies.append((self._copier.submit(load.copy), load))
+
+    def _report_load(self, load: _Load, now: float) -> None:
+        """A block that did not come is a miss for a while, else vLLM would promote it for ever."""
+        each = load.each or [False] * len(load.names)
+        came = [key for key, arrived in zip(load.job.keys, each, strict=True) if arrived]
+        self._answers.refute([name for name, arrived in zip(load.names, each, strict=True) if not arrived], now)
+        self._count("read_blocks", len(came))
+        self._count("read_bytes", len(came) * self._row_bytes)
+        self._results.append(_result(load.job, came, self._row_bytes))
+
+    def _end_store(self, store: _Store, done: PutDone) -> None:
+        stored = [key for key, is_held in zip(store.job.keys, done.each, strict=True) if is_held]
+        self._answers.forget([name for name, is_held in zip(store.names, done.each, strict=True) if is_held])
+        self._count("written_blocks", len(stored))
+        self._count("written_bytes", len(stored) * self._row_bytes)
+        self._count("dropped_writes", len(done.each) - len(stored))
+        self._stored(stored)
+        self._results.append(_result(store.job, stored, self._row_bytes))
+
+    def _count(self, name: str, amount: int) -> None:
+        self._metrics.add(name, amount, self.client.name)
+
+
+@dataclass(eq=False)
+class _Answers:
+    """What a shared store has said of blocks, at most the `most` newest of each kind, and what it is asked."""
+
+    most: int
+    wanted: dict[BlockKey, None] = field(default_factory=dict)
+    """What the running step waits for, in its order."""
+    asking: dict[Any, list[BlockKey]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.held, self.absent, self.refuted = LRUKeySet(self.most), LRUKeySet(self.most), LRUKeySet(self.most)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.wanted or self.asking)
+
+    def take_wanted(self) -> list[BlockKey]:
+        """What is wanted and not asked yet."""
+        under_way = {name for names in self.asking.values() for name in names}
+        names = [name for name in self.wanted if name not in under_way]
+        self.wanted.clear()
+        return names
+
+    def note(self, done: LookupDone, now: float) -> None:
+        for name, is_held in zip(self.asking.pop(done.op_id), done.each, strict=True):
+            (self.held if is_held else self.absent).add((name,), now)
+            if not is_held:
+                self.held.discard((name,))
+
+    def refute(self, names: Sequence[BlockKey], now: float) -> None:
+        self.held.discard(names)
+        self.refuted.add(names, now)
+
+    def forget(self, names: Sequence[BlockKey]) -> None:
+        """They are there now, whatever was said before."""
+        self.absent.discard(names)
+        self.refuted.discard(names)
+
+
+def _result(job: Any, done: list[Any], row_bytes: int) -> JobResult:
+    """`done` are those of the job's keys that are where they should be."""
+    return JobResult(
+        job.job_id,
+        success=len(done) == len(job.keys),
+        successful_keys=tuple(done),
+        transfer_time=time.monotonic() - job.submit_time,
+        transfer_bytes=len(done) * row_bytes,
+    )

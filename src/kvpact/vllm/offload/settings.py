@@ -1,0 +1,131 @@
+"""What a `PactTier` is told, and whose blocks it holds: its settings, checked, and its namespace.
+
+Owns what of kvpact's configuration counts here, and what two engines must have in common to share a chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from blake3 import blake3
+
+from kvpact.config import KvpactConfig, load_config
+from kvpact.errors import ConfigError
+from kvpact.identity.keys import Namespace
+from kvpact.vllm.identity import architecture_digest
+from kvpact.vllm.quantization import quantization
+from kvpact.vllm.worker_identity import machine
+
+FORMAT: Final = "1"
+"""Version of what a chunk's row holds; it rises when the meaning of its bytes changes."""
+
+COUNTED: Final = frozenset(
+    {
+        "io_threads",
+        "load_deadline",
+        "model_id",
+        "prepare_deadline",
+        "record_key_file",
+        "require_tiers",
+        "share_drawn_epochs",
+        "shutdown_timeout",
+        "weights_version",
+        "write_queue",
+    }
+)
+"""The keys of kvpact's configuration that a tier has; others are vLLM's own here, or have no meaning."""
+
+SHARED_HASHES: Final = ("sha256", "sha256_cbor")
+"""The algorithms whose hashes name a block's tokens in every process."""
+
+BY_NAME: Final = "by-name"
+
+
+def tier_settings(given: Mapping[str, Any]) -> KvpactConfig:
+    """The configuration of one tier, with exactly one URL; what `given` lacks comes from kvpact's other sources.
+
+    Without `url` it is tier `number` of those sources, so that no secret need stand on vLLM's command line.
+
+    Raises ConfigError.
+    """
+    given = dict(given)
+    url, number = given.pop("url", None), given.pop("number", 0)
+    if unknown := sorted(set(given) - COUNTED):
+        raise ConfigError(
+            f"a PactTier has no setting {unknown[0]!r}; it has url, number, adapters, {', '.join(sorted(COUNTED))}: "
+            'host memory and what is saved are vLLM\'s own ("cpu_bytes_to_use" beside "secondary_tiers")'
+        )
+    if url is not None:
+        return load_config({**given, "tiers": [url]}, os.environ, extra_source="a PactTier")
+    config = load_config(given, os.environ, extra_source="a PactTier")
+    if not isinstance(number, int) or not 0 <= number < len(config.tiers):
+        raise ConfigError(
+            f'a PactTier needs a "url", such as "disk:///var/cache/kvpact?capacity=100GiB", or the tier\'s "number" in '
+            f"KVPACT_TIERS, which names {len(config.tiers)}"
+        )
+    return config.model_copy(update={"tiers": (config.tiers[number],)})
+
+
+def engine_of(spec: Any) -> Any:
+    """The engine's `VllmConfig`. vLLM does not give it to its specs: kvpact's plug-in keeps it with their configuration.
+
+    Raises ConfigError where the plug-in did not run.
+    """
+    try:
+        return spec.config.kvpact_engine
+    except AttributeError:
+        raise ConfigError(
+            "a PactTier needs kvpact's plug-in of vLLM, which VLLM_PLUGINS must not leave out: unset it, or add kvpact"
+        ) from None
+
+
+def refuse_unnameable(vllm_config: Any, adapters: str | None) -> None:
+    """Raise ConfigError for an engine whose chunks cannot be told from those of another."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm not in SHARED_HASHES:
+        raise ConfigError(
+            "a PactTier needs block hashes that are equal in every process, and those of --prefix-caching-hash-algo "
+            f"{algorithm} begin with a random number: choose {SHARED_HASHES[0]}"
+        )
+    if vllm_config.lora_config is not None and adapters != BY_NAME:
+        raise ConfigError(
+            "vLLM's offloading names an adapter by its name and path, whatever weights are there: start without LoRA, "
+            f'set "adapters": "{BY_NAME}" for the PactTier if a name always has the same weights, or use PactConnector'
+        )
+
+
+def offload_namespace(vllm_config: Any, spec: Any, row_bytes: int) -> Namespace:
+    """Everything two engines must agree on to share chunks, except the weights.
+
+    The scheduler's process sees no kernel and no layer: vLLM's release and its settings of attention stand for them.
+    """
+    import vllm
+
+    config, model = spec.config, vllm_config.model_config
+    parallel = config.parallel
+    sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
+    groups = [[group.group_id, group.tokens_per_block, *group.layer_names] for group in config.groups]
+    return Namespace(
+        {
+            "engine": "vllm-offloading",
+            "format": FORMAT,
+            "release": ".".join(str(vllm.__version__).split(".")[:2]),
+            "machine": machine(),
+            "attention": str(vllm_config.attention_config.compute_hash()),
+            "architecture": architecture_digest(model.hf_config),
+            "max_model_len": str(model.max_model_len),
+            "dtype": str(model.dtype),
+            "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+            "quantization": quantization(vllm_config),
+            "layout": f"{config.kv_cache_layout}{' canonical' * config.canonical_layout}",
+            "parallel": "any" if parallel.is_parallelism_agnostic else " ".join(map(str, sizes)),
+            "copies": "one" if spec.replicated_layout else "each",
+            "tokens_per_hash": str(config.cache.tokens_per_hash),
+            "blocks_per_chunk": str(config.cache.blocks_per_chunk),
+            "row_bytes": str(row_bytes),
+            "groups": f"{len(groups)}, {blake3(json.dumps(groups).encode()).hexdigest()[:32]}",
+        }
+    )
