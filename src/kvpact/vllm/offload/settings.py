@@ -70,7 +70,7 @@ def tier_settings(given: Mapping[str, Any]) -> KvpactConfig:
 
 
 def engine_of(spec: Any) -> Any:
-    """The engine's `VllmConfig`. vLLM does not give it to its specs: kvpact's plug-in keeps it with their configuration.
+    """The engine's `VllmConfig`, which vLLM does not give its specs; kvpact's plug-in keeps it with theirs.
 
     Raises ConfigError where the plug-in did not run.
     """
