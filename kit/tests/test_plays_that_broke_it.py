@@ -8,7 +8,7 @@ from functools import partial
 from kvpact.identity.groups import GroupKind, KVCacheGroup
 from kvpact_testkit.cache.engine_harness import HarnessSettings
 from kvpact_testkit.cache.operations import Call, perform
-from kvpact_testkit.cache.subjects import lazy_pact_cache, pact_cache, pact_cache_with_all
+from kvpact_testkit.cache.subjects import DISK_SLOTS, lazy_pact_cache, pact_cache, pact_cache_with_all
 from kvpact_testkit.engine.quirks import EngineQuirks
 
 
@@ -141,4 +141,40 @@ def test_h13_less_of_a_match_is_read_in_whole_blocks_of_every_group() -> None:
         Call.of("arrive", prefix=0, shared=36, tail=8, outputs=1, kind=0, priority=0),
     ]
     broken = perform(partial(pact_cache_with_all, sync_load_budget=0, admit="second-use"), settings, calls)
+    assert broken is None, broken
+
+
+def test_h32_what_an_engine_block_holds_is_noted_again_if_another_request_had_it_meanwhile() -> None:
+    """The monitor's fault: a preempted request got its old blocks back, and the monitor kept another one's content."""
+    settings = HarnessSettings("native", num_slots=16, num_blocks=14, max_running=8)
+    calls = [
+        Call.of("arrive", prefix=2, shared=52, outputs=4, tail=0),
+        Call.of("step", times=2),
+        Call.of("tier_crash", after=0),
+        Call.of("misbehave", rank=0, copy_after=0, report_after=0, reports=0),
+        Call.of("step", times=21),
+        Call.of("arrive", shared=47, tail=10, outputs=6, kind=20, priority=1),
+        Call.of("arrive", prefix=2, shared=25, tail=7, outputs=2),
+        Call.of("misbehave", rank=0, copy_after=0, report_after=0, reports=0),
+        Call.of("misbehave", rank=0, copy_after=1, report_after=1, reports=0, fail_at=1),
+        Call.of("arrive", shared=32, outputs=1, tail=0),
+        Call.of("step", times=1),
+        Call.of("misbehave", rank=0, copy_after=3, report_after=3, reports=0, pieces=1),
+        Call.of("step", times=14),
+        Call.of("arrive", prefix=1, shared=18, tail=1, outputs=0),
+        Call.of("step", times=18),
+        Call.of("misbehave", rank=0, copy_after=0, report_after=2, reports=0, pieces=1, fail_at=11),
+        Call.of("forget_local"),
+        Call.of("arrive", prefix=2, shared=46, tail=4, outputs=5),
+        Call.of("step", times=7),
+        Call.of("squeeze", leave=6),
+        Call.of("arrive", shared=17, tail=6, outputs=1),
+        Call.of("step", times=17),
+        Call.of("arrive", prefix=1, shared=17, tail=8, outputs=5, kind=9),
+        Call.of("arrive", tail=0, outputs=0),
+        Call.of("arrive", tail=0, outputs=0),
+        Call.of("reset_connector"),
+        Call.of("arrive", shared=27, tail=11, outputs=0),
+    ]
+    broken = perform(partial(lazy_pact_cache, disk_slots=DISK_SLOTS, sync_load_budget=0), settings, calls)
     assert broken is None, broken

@@ -26,7 +26,7 @@ from kvpact.contract import (
     num_blocks_for,
 )
 from kvpact.errors import WeightsVersionRefused
-from kvpact.identity.keys import BlockKeys
+from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.ranges import BlockRange
 from kvpact_testkit.cache.group_blocks import StoredBlock
 from kvpact_testkit.cache.job_monitor import (
@@ -243,8 +243,17 @@ class ContractMonitor(JobMonitor, ExternalCache):
             noted = tuple(block_ids()[: min(num_computed_tokens // self.kinds.row_size, len(keys))])
             if noted != known.noted and self.kinds.keeps_everything:
                 known.noted = noted
-                self._contents.update(zip(noted, ((key, 0) for key in keys), strict=False))
+                self._note_rows(noted, keys)
         self._timed(self.cache.note_computed, request, num_computed_tokens, block_ids)
+
+    def _note_rows(self, block_ids: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """These blocks hold these rows now; a request that had them and may get them back is noted anew then."""
+        rows = {block_id: (key, 0) for block_id, key in zip(block_ids, keys, strict=False)}
+        changed = {block_id for block_id, row in rows.items() if self._contents.get(block_id) != row}
+        self._contents.update(rows)
+        for other in self._requests.values():
+            if not changed.isdisjoint(other.noted) and other.noted is not block_ids:
+                other.noted = ()
 
     def note_running(
         self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
