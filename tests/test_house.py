@@ -169,6 +169,7 @@ def test_vllm_objects_are_asked_what_they_have_in_compat_only() -> None:
 
 KNOWS_MORE_OF_THE_CACHE = {
     "vllm.guard": {"kvpact.cache.budget"},
+    "vllm.offload.tier": {"kvpact.cache.late_tiers"},
     "vllm.scheduler_side": {"kvpact.cache.mounted", "kvpact.cache.waiting"},
 }
 """Modules of an adapter, and what of the cache's folder they may name. May only shrink."""
@@ -524,8 +525,8 @@ is what it returns. A number may only fall; the goal is none but `take_hit_corre
 NO_ANSWERS = {"take_all", "take_back_reset", "take_over"}
 """Public methods whose name begins like that and that take something in, or back."""
 
-HOOKS_OF_VLLM = {"take_unavailable_requests"}
-"""Methods that vLLM's scheduler calls by these names: a stand-in for vLLM's own class must have them."""
+HOOKS_OF_VLLM = {"drain_jobs", "take_events", "take_unavailable_requests"}
+"""Methods that vLLM's scheduler and its offloading call by these names: who takes the place of its classes has them."""
 
 
 def test_what_a_call_has_found_is_what_it_returns() -> None:
@@ -546,6 +547,7 @@ READS_THE_CLOCK = {
     "kvpact.cache.late_tiers",
     "kvpact.cache.mounted",
     "kvpact.vllm.model_watch",
+    "kvpact.vllm.offload.tier",
     "kvpact.vllm.resets",
     "kvpact.vllm.scheduler_side",
     "kvpact.vllm.stats",

@@ -23,7 +23,7 @@ from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.prepare import Planner
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.step_lookup import StepLookups
-from kvpact.cache.tier_set import LRUKeySet, TierSet
+from kvpact.cache.tier_set import TierSet
 from kvpact.cache.waiting import Told
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
@@ -44,6 +44,7 @@ from kvpact.identity.tags import BlockTags
 from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
 from kvpact.tiers.executor import TierExecutor
+from kvpact.tiers.known_keys import LRUKeySet
 
 logger = logging.getLogger(__name__)
 

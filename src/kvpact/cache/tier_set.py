@@ -8,7 +8,6 @@ tiers' own threads.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,63 +22,16 @@ from kvpact.memory.arena import Arena
 from kvpact.metrics import Metrics
 from kvpact.tiers.client import Deleted, LentSlots, TierClient
 from kvpact.tiers.executor import OpId, TierExecutor
+from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, REFUTED_SECONDS, LRUKeySet
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2e-3
 """Seconds of a scheduler step that may be spent on results of the tiers; a step gets 1 ms in all (P11)."""
 
-ASK_AGAIN_SECONDS = 60.0
-"""Seconds for which a shared tier's answer is believed: others may evict, delete or restart it (H46)."""
-
-REFUTED_SECONDS = 5.0
-"""Seconds for which a block is not read again from a tier that claimed it and did not deliver: others may have it."""
-
 KNOWN_SHARE = 2
 """Blocks remembered per slot of the arena as stored in a shared tier, or as seen once: what is written comes from the
 arena."""
-
-
-class LRUKeySet:
-    """Block keys and when each was last added; keeps at most the `most` newest."""
-
-    __slots__ = ("_keys", "_most")
-
-    def __init__(self, most: int) -> None:
-        self._keys: OrderedDict[BlockKey, float] = OrderedDict()  # a plain dict removes its first in O(n)
-        self._most = most
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._keys
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._keys)
-
-    def added_since(self, key: BlockKey, time: float) -> bool:
-        """Whether `key` was added at `time` or later."""
-        return self._keys.get(key, -inf) >= time
-
-    def add(self, keys: Sequence[BlockKey], now: float = 0.0) -> None:
-        """Add these as the newest."""
-        for key in keys:
-            self._keys[key] = now
-            self._keys.move_to_end(key)
-        while len(self._keys) > self._most:
-            self._keys.popitem(last=False)
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Remove these."""
-        for key in keys:
-            self._keys.pop(key, None)
-
-    def discard_older(self, time: float) -> None:
-        """Remove what was added before `time`. O(removed keys)."""
-        while self._keys and next(iter(self._keys.values())) < time:
-            self._keys.popitem(last=False)
-
-    def first_of(self, keys: Sequence[BlockKey], end: int) -> int:
-        """Position of the first of `keys[:end]` that is in the set, else `end`."""
-        return next((at for at in range(end) if keys[at] in self._keys), end) if self._keys else end
 
 
 class TierContents:

@@ -15,13 +15,14 @@ from math import inf
 from sys import maxsize
 
 from kvpact.cache.budget import StepBudget
-from kvpact.cache.tier_set import ASK_AGAIN_SECONDS, LRUKeySet, TierSet
+from kvpact.cache.tier_set import TierSet
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.memory.arena import Standing
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import PutDone
+from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, LRUKeySet
 
 WRITE_BYTES = 128 << 20
 """Bytes of one write: each costs the scheduler's thread a wake-up, and nothing waits for its end."""

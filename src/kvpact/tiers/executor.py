@@ -101,7 +101,7 @@ class Job:
     control: Callable[[Tier], object] | None = None
     epoch: Epoch = FIRST_EPOCH
     depths: Sequence[int] = ()
-    """Of blocks to be written that each stand for itself, the numbers in their prompts, where they are known."""
+    """The numbers in their prompts of blocks to be written that each stand for itself, where they are known."""
     each: Sequence[bool] = ()
     began: float | None = None
     moved: float = inf

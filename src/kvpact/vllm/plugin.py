@@ -65,9 +65,14 @@ def _tell_spec(module: Any) -> None:
 
 def _keep_engine(module: Any) -> None:
     """Have a spec's configuration keep the engine's, in which alone the weights are named."""
-    build = getattr(module, "build_offloading_config", None)
-    if build is None or build.__module__ == __name__:
-        return
+    with suppress(AttributeError):  # this release makes it elsewhere
+        build = module.build_offloading_config
+        if build.__module__ != __name__:
+            module.build_offloading_config = _keeping(build)
+
+
+def _keeping(build: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's function that makes a spec's configuration, which then has the engine's as `kvpact_engine`."""
 
     def build_and_keep(vllm_config: Any, *others: Any) -> Any:
         config = build(vllm_config, *others)
@@ -75,7 +80,7 @@ def _keep_engine(module: Any) -> None:
             object.__setattr__(config, "kvpact_engine", vllm_config)  # it is frozen
         return config
 
-    module.build_offloading_config = build_and_keep
+    return build_and_keep
 
 
 def _keep_named(module: Any) -> None:

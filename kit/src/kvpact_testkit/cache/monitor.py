@@ -247,7 +247,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         self._timed(self.cache.note_computed, request, num_computed_tokens, block_ids)
 
     def _note_rows(self, block_ids: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """These blocks hold these rows now; a request that had them and may get them back is noted anew then."""
+        """Note what rows blocks hold now; a request that had them and may get them back is noted anew then."""
         rows = {block_id: (key, 0) for block_id, key in zip(block_ids, keys, strict=False)}
         changed = {block_id for block_id, row in rows.items() if self._contents.get(block_id) != row}
         self._contents.update(rows)

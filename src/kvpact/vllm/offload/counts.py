@@ -5,7 +5,6 @@ Owns which of them a tier has here, and that each is told as often as it changes
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -47,15 +46,15 @@ def metric_definitions() -> dict[str, Any]:
 
 
 class TierStats:
-    """The counts of one tier since they were taken last."""
+    """The counts of one tier since they were told last."""
 
     def __init__(self, metrics: Metrics, client: TierClient, row_bytes: int) -> None:
         self._metrics, self._client, self._row_bytes = metrics, client, row_bytes
         self._due_at, self._last = 0.0, dict[str, float]()
 
-    def take(self) -> OffloadingConnectorStats | None:
-        """What has changed; None if it is not due yet."""
-        if (now := time.monotonic()) < self._due_at:
+    def changes(self, now: float) -> OffloadingConnectorStats | None:
+        """What has changed since the last call; None if it is not due yet."""
+        if now < self._due_at:
             return None
         self._due_at = now + INTERVAL_SECONDS
         self._observe()

@@ -6,7 +6,6 @@ is reported once, when nothing touches its rows any more. Runs on the scheduler'
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 from vllm.v1.kv_offload.tiering.base import JobResult
 
-from kvpact.cache.tier_set import ASK_AGAIN_SECONDS, REFUTED_SECONDS, LRUKeySet
 from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.metrics import Metrics
-from kvpact.tiers.client import LentSlots, TierClient
-from kvpact.tiers.executor import GetDone, LookupDone, PutDone, TierExecutor
+from kvpact.tiers.client import TierClient
+from kvpact.tiers.executor import GetDone, LookupDone, PutDone
+from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, REFUTED_SECONDS, LRUKeySet
 
 KNOWN_SHARE: Final = 2
 """Keys remembered per row of host memory as held by a shared store, and as absent."""
@@ -68,7 +67,7 @@ class TierJobs:
 
     def __init__(
         self,
-        executor: TierExecutor,
+        client: TierClient,
         memory: memoryview,
         row_bytes: int,
         patience: float,
@@ -76,11 +75,10 @@ class TierJobs:
         stored: Callable[[Sequence[Any]], None],
     ) -> None:
         """`memory` is vLLM's, of rows of `row_bytes`; a request waits for at most `patience` seconds."""
-        rows = len(memory) // row_bytes
-        self.client = TierClient(executor, LentSlots(rows), timeout=patience, clock=time.monotonic, metrics=metrics)
+        self.client = client
         self._memory, self._row_bytes, self._patience = memory, row_bytes, patience
         self._metrics, self._stored = metrics, stored
-        self._answers = _Answers(KNOWN_SHARE * rows)
+        self._answers = _Answers(KNOWN_SHARE * (len(memory) // row_bytes))
         self._loads: dict[Any, _Load] = {}
         self._copies: list[tuple[Future[None], _Load]] = []
         self._stores: dict[Any, _Store] = {}
@@ -116,7 +114,7 @@ class TierJobs:
     def begin(self, now: float) -> None:
         """The step ends: ask for all that it wanted at once, and let the tier's threads begin."""
         answers = self._answers
-        if names := answers.take_wanted():
+        if names := answers.next_question():
             op_id = ("lookup", names[0], now)
             if self.client.submit_lookup(op_id, names, now):
                 answers.asking[op_id] = names
@@ -136,7 +134,7 @@ class TierJobs:
         else:
             self._report_load(load, now)
 
-    def store(self, job: Any, names: list[BlockKey], depths: Sequence[int], epoch: Epoch) -> None:
+    def store(self, job: Any, names: list[BlockKey], depths: Sequence[int], epoch: Epoch, now: float) -> None:
         """Write the job's rows; refused at once beyond `write_queue`, so that a sick store pins no host memory."""
         buffers = [[row] for row in self._rows(job)]
         nbytes = len(buffers) * self._row_bytes
@@ -144,7 +142,7 @@ class TierJobs:
             self._stores[job.job_id] = _Store(job, names)
         else:
             self._count("dropped_writes", len(names))
-            self._results.append(_result(job, [], self._row_bytes))
+            self._results.append(_result(job, [], self._row_bytes, now))
 
     def poll(self, now: float) -> list[JobResult]:
         """The jobs that have ended since the last call."""
@@ -154,7 +152,7 @@ class TierJobs:
             if isinstance(done, LookupDone):
                 self._answers.note(done, now)
             elif isinstance(done, PutDone):
-                self._end_store(self._stores.pop(done.op_id), done)
+                self._end_store(self._stores.pop(done.op_id), done, now)
             elif isinstance(done, GetDone) and (load := self._loads.pop(done.op_id, None)) is not None:
                 self._end_load(load, done.each, now)
         for load in [load for load in self._loads.values() if load.deadline <= now and not load.is_given_up]:
@@ -204,16 +202,16 @@ class TierJobs:
         self._answers.refute([name for name, arrived in zip(load.names, each, strict=True) if not arrived], now)
         self._count("read_blocks", len(came))
         self._count("read_bytes", len(came) * self._row_bytes)
-        self._results.append(_result(load.job, came, self._row_bytes))
+        self._results.append(_result(load.job, came, self._row_bytes, now))
 
-    def _end_store(self, store: _Store, done: PutDone) -> None:
+    def _end_store(self, store: _Store, done: PutDone, now: float) -> None:
         stored = [key for key, is_held in zip(store.job.keys, done.each, strict=True) if is_held]
         self._answers.forget([name for name, is_held in zip(store.names, done.each, strict=True) if is_held])
         self._count("written_blocks", len(stored))
         self._count("written_bytes", len(stored) * self._row_bytes)
         self._count("dropped_writes", len(done.each) - len(stored))
         self._stored(stored)
-        self._results.append(_result(store.job, stored, self._row_bytes))
+        self._results.append(_result(store.job, stored, self._row_bytes, now))
 
     def _count(self, name: str, amount: int) -> None:
         self._metrics.add(name, amount, self.client.name)
@@ -235,7 +233,7 @@ class _Answers:
     def pending(self) -> bool:
         return bool(self.wanted or self.asking)
 
-    def take_wanted(self) -> list[BlockKey]:
+    def next_question(self) -> list[BlockKey]:
         """What is wanted and not asked yet."""
         under_way = {name for names in self.asking.values() for name in names}
         names = [name for name in self.wanted if name not in under_way]
@@ -253,17 +251,17 @@ class _Answers:
         self.refuted.add(names, now)
 
     def forget(self, names: Sequence[BlockKey]) -> None:
-        """They are there now, whatever was said before."""
+        """What was stored is there now, whatever was said before."""
         self.absent.discard(names)
         self.refuted.discard(names)
 
 
-def _result(job: Any, done: list[Any], row_bytes: int) -> JobResult:
+def _result(job: Any, done: list[Any], row_bytes: int, now: float) -> JobResult:
     """`done` are those of the job's keys that are where they should be."""
     return JobResult(
         job.job_id,
         success=len(done) == len(job.keys),
         successful_keys=tuple(done),
-        transfer_time=time.monotonic() - job.submit_time,
+        transfer_time=now - job.submit_time,
         transfer_bytes=len(done) * row_bytes,
     )

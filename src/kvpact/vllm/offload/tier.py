@@ -22,6 +22,7 @@ from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.metrics import Metrics
 from kvpact.tiers.backends import BACKEND_OF
+from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.offload.counts import TierStats, metric_definitions
@@ -69,7 +70,7 @@ class PactTier(SecondaryTierManager):
         self._live: set[str] = set()
         """Requests that vLLM has named and not ended."""
         self._outdated: set[str] = set()
-        """Those of them that were there at a reset."""
+        """Live requests that were there at a reset."""
         self._since: dict[str, float] = {}
         """When a request first asked."""
         self._metrics = Metrics()
@@ -94,11 +95,13 @@ class PactTier(SecondaryTierManager):
         if opened is None:
             return
         for queue in opened.queues:
-            patience = self._config.prepare_deadline
+            patience, clock = self._config.prepare_deadline, time.monotonic
+            rows = LentSlots(len(self._memory) // self.block_size_bytes)
+            client = TierClient(queue, rows, timeout=patience, clock=clock, metrics=self._metrics)
             self._jobs = TierJobs(
-                queue, self._memory, self.block_size_bytes, patience, self._metrics, self._note_stored
+                client, self._memory, self.block_size_bytes, patience, self._metrics, self._note_stored
             )
-            self._stats = TierStats(self._metrics, self._jobs.client, self.block_size_bytes)
+            self._stats = TierStats(self._metrics, client, self.block_size_bytes)
             logger.info(
                 "kvpact: %s below vLLM's offloading, namespace %s", self._config.tiers[0], opened.namespace.name
             )
@@ -152,7 +155,7 @@ class PactTier(SecondaryTierManager):
             return
         ends = [context.get_offload_key_position(key) or 0 for key in job_metadata.keys]
         depths = [end // self._tokens_per_hash for end in ends]
-        jobs.store(job_metadata, self._names(job_metadata.keys), depths, epoch)
+        jobs.store(job_metadata, self._names(job_metadata.keys), depths, epoch, time.monotonic())
 
     def _refuse(self, job: Any) -> None:
         self._refused.append(JobResult(job.job_id, success=False))
@@ -211,7 +214,7 @@ class PactTier(SecondaryTierManager):
         return events
 
     def get_stats(self) -> Any:
-        return self._stats.take() if self._stats is not None else None
+        return self._stats.changes(time.monotonic()) if self._stats is not None else None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
