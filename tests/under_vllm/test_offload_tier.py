@@ -268,6 +268,7 @@ def test_every_count_of_a_tier_has_a_definition(tmp_path: Path) -> None:
         ({}, engine(), 'needs a "url"'),
         ({"url": "disk:///x"}, engine(), "a disk tier needs a limit"),
         ({"url": "memcached://x"}, engine(), "memcached"),
+        (disk(Path("/nowhere"), locality="HERE"), engine(), '"LOCAL" or "REMOTE"'),
         (disk(Path("/nowhere")), engine(cache={"prefix_caching_hash_algo": "xxhash"}), "random number"),
         (disk(Path("/nowhere")), engine(lora_config=object()), '"adapters": "by-name"'),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from blake3 import blake3
 
@@ -44,8 +44,19 @@ SHARED_HASHES: Final = ("sha256", "sha256_cbor")
 BY_NAME: Final = "by-name"
 
 
-def tier_settings(given: Mapping[str, Any]) -> KvpactConfig:
-    """The configuration of one tier, with exactly one URL; what `given` lacks comes from kvpact's other sources.
+class Beside(NamedTuple):
+    """What a tier is told that kvpact's configuration does not have."""
+
+    adapters: str | None = None
+    """`BY_NAME`, or None: an engine with LoRA is refused."""
+    locality: str | None = None
+    """What KV events and filters of requests call the tier; None: by its kind."""
+    events: bool = False
+    """Whether it tells of what it stores, if the engine's KV events are on."""
+
+
+def tier_settings(given: Mapping[str, Any]) -> tuple[Beside, KvpactConfig]:
+    """What one tier is told, and its configuration with exactly one URL; the rest is of kvpact's other sources.
 
     Without `url` it is tier `number` of those sources, so that no secret need stand on vLLM's command line.
 
@@ -53,20 +64,26 @@ def tier_settings(given: Mapping[str, Any]) -> KvpactConfig:
     """
     given = dict(given)
     url, number = given.pop("url", None), given.pop("number", 0)
+    beside = Beside(
+        given.pop("adapters", None), given.pop("locality", None), bool(given.pop("enable_kv_events", False))
+    )
+    if beside.locality not in (None, "LOCAL", "REMOTE"):
+        raise ConfigError(f'a PactTier\'s "locality" is {beside.locality!r}; it is "LOCAL" or "REMOTE"')
     if unknown := sorted(set(given) - COUNTED):
         raise ConfigError(
-            f"a PactTier has no setting {unknown[0]!r}; it has url, number, adapters, {', '.join(sorted(COUNTED))}: "
+            f"a PactTier has no setting {unknown[0]!r}; it has url, number, adapters, locality, "
+            f"enable_kv_events, {', '.join(sorted(COUNTED))}: "
             'host memory and what is saved are vLLM\'s own ("cpu_bytes_to_use" beside "secondary_tiers")'
         )
     if url is not None:
-        return load_config({**given, "tiers": [url]}, os.environ, extra_source="a PactTier")
+        return beside, load_config({**given, "tiers": [url]}, os.environ, extra_source="a PactTier")
     config = load_config(given, os.environ, extra_source="a PactTier")
     if not isinstance(number, int) or not 0 <= number < len(config.tiers):
         raise ConfigError(
             f'a PactTier needs a "url", such as "disk:///var/cache/kvpact?capacity=100GiB", or the tier\'s "number" in '
             f"KVPACT_TIERS, which names {len(config.tiers)}"
         )
-    return config.model_copy(update={"tiers": (config.tiers[number],)})
+    return beside, config.model_copy(update={"tiers": (config.tiers[number],)})
 
 
 def engine_of(spec: Any) -> Any:

@@ -58,14 +58,13 @@ class PactTier(SecondaryTierManager):
     ) -> None:
         """Raises ConfigError for settings that cannot be right, and for an engine whose chunks cannot be named."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        is_telling, locality = settings.pop("enable_kv_events", False), settings.pop("locality", None)
-        adapters = settings.pop("adapters", None)
-        config = self._config = tier_settings(settings)
+        beside, config = tier_settings(settings)
+        self._config = config
         vllm_config = engine_of(offloading_spec)
-        refuse_unnameable(vllm_config, adapters)
-        self._memory = primary_kv_view.cast("B")
+        refuse_unnameable(vllm_config, beside.adapters)
         self._tokens_per_hash = int(offloading_spec.tokens_per_hash)
-        self._events: list[OffloadingEvent] | None = [] if is_telling else None
+        has_events = beside.events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = [] if has_events else None
         self._epochs = Epochs(config.weights_version)
         self._live: set[str] = set()
         """Requests that vLLM has named and not ended."""
@@ -85,10 +84,12 @@ class PactTier(SecondaryTierManager):
             self.block_size_bytes,
             base_weights(vllm_config, config.model_id),
         )
-        self._use(self._late.open())
+        opened = self._late.open()
+        self._memory = primary_kv_view.cast("B")  # vLLM cannot close it any more before this tier is
+        self._use(opened)
         backend = BACKEND_OF.get(config.tiers[0].scheme)
         is_local = backend is not None and not backend.shared
-        self.locality = Locality(locality or ("LOCAL" if is_local else "REMOTE"))
+        self.locality = Locality(beside.locality or ("LOCAL" if is_local else "REMOTE"))
 
     def _use(self, opened: OpenTiers | None) -> None:
         """Use these tiers, if they are open: one, or none that will ever be."""
