@@ -61,6 +61,7 @@ def ask(engine: EngineProcess, references: References, cached: int) -> None:
         assert references.agree(prompt(number, BLOCKS), output), number
 
 
+@pytest.mark.proof
 def test_answers_from_host_memory_are_the_engines_own(
     start_engine: Callable[..., EngineProcess], references: References, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def test_an_engine_refuses_to_start_with_a_wrong_configuration_and_says_why(tiny
     assert message in log.read_text()
 
 
+@pytest.mark.proof
 def test_an_engine_serves_on_without_the_tiers_that_cannot_be_used(
     start_engine: Callable[..., EngineProcess], faulty_engine: FaultyEngine, tmp_path: Path, full_disk: Path
 ) -> None:
