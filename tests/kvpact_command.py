@@ -41,13 +41,13 @@ def refusal(*arguments: object) -> str:
     return result.stderr.removeprefix("kvpact: ").rstrip("\n")
 
 
-def fake_vllm_in(folder: Path, version: str = "") -> Path:
+def fake_vllm_in(parent: Path, version: str = "") -> Path:
     """A directory with a package `vllm` that prints its arguments and kvpact's environment, and ends with code 7.
 
     With a version it is an installed distribution. The real one is started, asked and killed in
     under_vllm/test_http_life.py.
     """
-    package = folder / "fake" / "vllm" / "entrypoints" / "cli"
+    package = parent / "fake" / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
     (package / "main.py").write_text(
         "import json, os, sys\n"
@@ -59,10 +59,10 @@ def fake_vllm_in(folder: Path, version: str = "") -> Path:
     for folder in (package, *package.parents[:2]):
         (folder / "__init__.py").touch()
     if version:
-        metadata = folder / "fake" / "vllm-1.dist-info" / "METADATA"
+        metadata = parent / "fake" / "vllm-1.dist-info" / "METADATA"
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    return folder / "fake"
+    return parent / "fake"
 
 
 def beside(fake_vllm: Path) -> dict[str, str]:
