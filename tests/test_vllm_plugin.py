@@ -156,3 +156,117 @@ def test_h103_a_vllm_that_decides_elsewhere_goes_on(vllm: Path) -> None:
     (folder / "__init__.py").touch()
     (folder / "vllm.py").write_text("class VllmConfig:\n    pass\n")
     assert said(vllm, "register()", "import vllm.config.vllm", "register()", "print('goes on')") == "goes on"
+
+
+OFFLOADING = {
+    "v1/kv_offload/tiering/factory.py": """
+class SecondaryTierFactory:
+    known = {}
+
+    @classmethod
+    def register_tier(cls, name, module_path, class_name):
+        if name in cls.known:
+            raise ValueError(f"Tier '{name}' is already registered.")
+        cls.known[name] = (module_path, class_name)
+""",
+    "v1/kv_offload/factory.py": """
+class OffloadingSpecFactory:
+    known = {}
+
+    @classmethod
+    def register_spec(cls, name, module_path, class_name):
+        if name in cls.known:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        cls.known[name] = (module_path, class_name)
+""",
+    "distributed/kv_transfer/kv_connector/v1/offloading/config.py": """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class OffloadingConfig:
+    groups: object
+
+def build_offloading_config(vllm_config, kv_cache_config):
+    return OffloadingConfig(kv_cache_config)
+""",
+}
+"""As much of vLLM's offloading as a plug-in meets."""
+
+OFFLOADING_MODULES = tuple(f"vllm.{file.removesuffix('.py').replace('/', '.')}" for file in OFFLOADING)
+TIERS, SPECS, SETTINGS = OFFLOADING_MODULES
+SHOW_OFFLOADING = f"""
+import {", ".join(OFFLOADING_MODULES)}
+print({TIERS}.SecondaryTierFactory.known, {SPECS}.OffloadingSpecFactory.known)
+config = {SETTINGS}.build_offloading_config("engine", "groups")
+print(config, config.kvpact_engine)
+"""
+
+
+def with_offloading(vllm: Path, texts: dict[str, str]) -> None:
+    """Put these modules beside the one with the list of connectors."""
+    root = vllm.parents[3]
+    for name, text in texts.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for folder in file.relative_to(root).parents:
+            (root / folder / "__init__.py").touch()
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("before", ["", f"import {', '.join(OFFLOADING_MODULES)}"], ids=["imported later", "there"])
+def test_vllms_offloading_knows_our_tier_and_our_spec_and_keeps_the_engine(vllm: Path, before: str, times: int) -> None:
+    with_offloading(vllm, OFFLOADING)
+    lists, config = said(vllm, before, *["register()"] * times, SHOW_OFFLOADING).splitlines()
+    tier, spec = (("kvpact.vllm.offload", name) for name in ("PactTier", "PactTieringSpec"))
+    assert lists == f"{ {'PactTier': tier} } { {'PactTieringSpec': spec} }"
+    assert config == "OffloadingConfig(groups='groups') engine"
+
+
+def test_the_engine_is_kept_once_however_often_the_plugin_runs(vllm: Path) -> None:
+    with_offloading(vllm, OFFLOADING)
+    same = f"print({SETTINGS}.build_offloading_config is before)"
+    keep = f"import {SETTINGS}; register(); before = {SETTINGS}.build_offloading_config; register()"
+    assert said(vllm, "register()", keep, same) == "True"
+
+
+def test_neither_tier_nor_spec_is_imported_before_vllm_asks_for_it(vllm: Path) -> None:
+    with_offloading(vllm, OFFLOADING)
+    shown = "print([name for name in sys.modules if name.startswith(('kvpact.vllm.offload', 'torch', 'numpy'))])"
+    assert said(vllm, "register()", f"import {', '.join(OFFLOADING_MODULES)}", shown) == "[]"
+
+
+def test_somebody_elses_tier_and_spec_of_that_name_stay(vllm: Path) -> None:
+    theirs = {
+        "v1/kv_offload/tiering/factory.py": '\nSecondaryTierFactory.register_tier("PactTier", "theirs", "Theirs")\n',
+        "v1/kv_offload/factory.py": '\nOffloadingSpecFactory.register_spec("PactTieringSpec", "theirs", "Theirs")\n',
+    }
+    with_offloading(vllm, {name: text + theirs.get(name, "") for name, text in OFFLOADING.items()})
+    assert said(vllm, "register()", SHOW_OFFLOADING).count("('theirs', 'Theirs')") == 2
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [{}, dict.fromkeys(OFFLOADING, ""), {name: text.replace("register_", "add_") for name, text in OFFLOADING.items()}],
+    ids=["no modules", "no names", "no way to tell"],
+)
+def test_a_vllm_without_such_offloading_is_left_alone(vllm: Path, texts: dict[str, str]) -> None:
+    with_offloading(vllm, texts)
+    tried = f"""
+import importlib
+for name in {OFFLOADING_MODULES}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        pass
+"""
+    assert said(vllm, "register()", tried, "register()", SHOW) == str(KNOWN)
+
+
+def test_a_configuration_that_takes_no_attribute_is_passed_on(vllm: Path) -> None:
+    slots = OFFLOADING["distributed/kv_transfer/kv_connector/v1/offloading/config.py"].replace(
+        "frozen=True", "frozen=True, slots=True"
+    )
+    with_offloading(vllm, {"distributed/kv_transfer/kv_connector/v1/offloading/config.py": slots})
+    shown = f"import {SETTINGS}; print({SETTINGS}.build_offloading_config('engine', 'groups'))"
+    assert said(vllm, "register()", shown) == "OffloadingConfig(groups='groups')"

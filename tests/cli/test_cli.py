@@ -11,12 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import kvpact as kvpact_package
 from documents import block_with
 from kvpact import __version__
-from kvpact.cli.app import app
 from kvpact.cli.serve import RUN_BY_US, TIME_TO_END, what_copies
 from kvpact.cli.vllm_command import with_classes_that_fit
 from kvpact.config import load_config
@@ -24,35 +22,17 @@ from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import chained
 from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.disk.tier import DiskTier
+from kvpact_command import DISK, END, KVPACT, SECRET, fake_vllm_in, kvpact, refusal, serve, without_settings
 
-DISK = "disk:///var/cache/kvpact?capacity=200GiB"
 WORKER = ["--worker-cls", "kvpact.vllm.worker.KvpactWorker"]
 SCHEDULER = ["--scheduler-cls", "kvpact.vllm.scheduler.pact_scheduler"]
-END = ["--shutdown-timeout", "20"]
 OURS = [*WORKER, *SCHEDULER, *END]
 OUR_OPTIONS = f"kvpact: start vLLM with {' '.join(OURS)} too, as kvpact serve does\n"
-KVPACT = Path(sys.executable).with_name("kvpact")
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("KVPACT_"):
-            monkeypatch.delenv(name)
-
-
-def kvpact(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refusal(*arguments: object) -> str:
-    """The one line that kvpact says no with."""
-    result = kvpact(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("kvpact: ")
-    assert result.stderr.count("\n") == 1
-    return result.stderr.removeprefix("kvpact: ").rstrip("\n")
+    without_settings(monkeypatch)
 
 
 def test_version_and_help_answer_in_the_installed_command() -> None:
@@ -103,7 +83,7 @@ def test_a_mistake_leaves_the_installed_command_with_one_line_and_code_2() -> No
     assert result.stderr.count("\n") == 1
 
 
-SECRET_TIERS = ("redis://user:hunter2@cache:6379/0", DISK)
+SECRET_TIERS = (SECRET, DISK)
 
 
 def shown_and_said(*arguments: object) -> tuple[dict[str, Any], str]:
@@ -150,35 +130,7 @@ def test_h85_a_secret_on_the_command_line_is_refused_where_it_would_go_to_anothe
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path) -> Path:
-    """A directory with a package `vllm` that prints its arguments and kvpact's environment, and ends with code 7.
-
-    The real one is started, asked and killed in under_vllm/test_http_life.py.
-    """
-    package = tmp_path / "fake" / "vllm" / "entrypoints" / "cli"
-    package.mkdir(parents=True)
-    (package / "main.py").write_text(
-        "import json, os, sys\n"
-        "def main():\n"
-        "    kept = {name: value for name, value in os.environ.items() if name.startswith('KVPACT_')}\n"
-        "    print(json.dumps([os.getpid(), sys.argv, kept]))\n"
-        "    sys.exit(7)\n"
-    )
-    for folder in (package, *package.parents[:2]):
-        (folder / "__init__.py").touch()
-    return tmp_path / "fake"
-
-
-def serve(fake_vllm: Path, *arguments: str, **environment: str) -> tuple[list[str], dict[str, str]]:
-    """Run `kvpact serve` for real; what the fake vllm saw."""
-    path = os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, **environment}
-    with subprocess.Popen([KVPACT, "serve", *arguments], stdout=subprocess.PIPE, env=environment, text=True) as process:
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 7
-    pid, [name, *argv], kept = json.loads(output)
-    assert pid == process.pid, "vLLM takes the place of kvpact, so that signals reach it"
-    assert name == "vllm", "its messages begin with that"
-    return argv, kept
+    return fake_vllm_in(tmp_path)
 
 
 def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm: Path) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -112,6 +112,10 @@ TierOption = Annotated[
         help='Tier below memory, such as "disk:///var/cache/kvpact?capacity=200GiB"; repeatable.',
     ),
 ]
+ThroughOption = Annotated[
+    Literal["connector", "offloading"],
+    typer.Option("--through", help="kvpact's own connector, or vLLM's own offloading with kvpact's tiers below it."),
+]
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with the same keys.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 PlaceArgument = Annotated[
@@ -141,6 +145,7 @@ def _options(
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL [VLLM ARGUMENTS]...", show_default=False)],
+    through: ThroughOption = "connector",
     memory: MemoryOption = None,
     tier: TierOption = None,
     config: ConfigOption = None,
@@ -151,21 +156,26 @@ def serve(
     """
     from kvpact.cli.serve import serve_model
 
-    serve_model(model, context.args, memory=memory, tiers=tier, config_file=config)
+    serve_model(model, context.args, through=through, memory=memory, tiers=tier, config_file=config)
 
 
 @app.command()
-def config(memory: MemoryOption = None, tier: TierOption = None, config: ConfigOption = None) -> None:
+def config(
+    through: ThroughOption = "connector",
+    memory: MemoryOption = None,
+    tier: TierOption = None,
+    config: ConfigOption = None,
+) -> None:
     """Print the JSON for --kv-transfer-config, checked.
 
-    Merges the options with the environment (KVPACT_*) and the file. Standard error says which two options vLLM needs
-    beside it. Tiers whose URLs hold a password are left out; one line there names the variable from which vLLM's
+    Merges the options with the environment (KVPACT_*) and the file. Standard error says which other options vLLM
+    needs beside it. Tiers whose URLs hold a password are left out; one line there names the variable from which vLLM's
     process gets them.
     """
     from kvpact.cli.serve import chosen_settings
     from kvpact.cli.transfer_config import print_configuration
 
-    print_configuration(chosen_settings(memory, tier), os.environ, config)
+    print_configuration(chosen_settings(memory, tier), os.environ, config, through)
 
 
 @app.command()

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from kvpact.cli import vllm_command
-from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config
+from kvpact.cli.offloading import OFFLOADING, offloading_json
+from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config, load_with_variables
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.platforms import OUR_CLASSES
 
@@ -45,6 +46,11 @@ RUN_BY_US: Final = "one NVIDIA H100, driver 580.159.04, vLLM 0.32.0"
 """What `make gpu` has been run on: device, driver and release of vLLM."""
 
 
+def options_beside(through: str) -> dict[str, str]:
+    """Those of `OUR_OPTIONS` that vLLM is given; kvpact's classes are for its connector."""
+    return {name: value for name, value in OUR_OPTIONS.items() if through != OFFLOADING or name not in OUR_CLASSES}
+
+
 def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
     """The settings given on the command line, as `load_config` takes them."""
     given = {"memory": memory, "tiers": tiers or None}
@@ -52,9 +58,15 @@ def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, ob
 
 
 def serve_model(
-    model: str, vllm_arguments: Sequence[str], *, memory: str | None, tiers: list[str] | None, config_file: Path | None
+    model: str,
+    vllm_arguments: Sequence[str],
+    *,
+    through: str,
+    memory: str | None,
+    tiers: list[str] | None,
+    config_file: Path | None,
 ) -> NoReturn:
-    """Replace this process by vLLM.
+    """Replace this process by vLLM, with kvpact's connector or `through` vLLM's own offloading.
 
     Our options are copied to vLLM's command line, which every user of the machine can read and which vLLM logs; tiers
     whose URLs hold a secret are put into its environment instead. vLLM inherits the environment and reads the file.
@@ -64,7 +76,8 @@ def serve_model(
     """
     if model.startswith("-"):
         raise ConfigError(f"the model comes first: kvpact serve MODEL {model} ...")
-    given = {name: _place_of(name, vllm_arguments) for name in (*CONNECTOR_OPTIONS, *OUR_OPTIONS)}
+    beside = options_beside(through)
+    given = {name: _place_of(name, vllm_arguments) for name in (*CONNECTOR_OPTIONS, *beside)}
     for name, why in CONNECTOR_OPTIONS.items():
         if given[name] is not None:
             raise ConfigError(f"{name} {why} (in {given[name]})")
@@ -73,22 +86,24 @@ def serve_model(
         environment[CONFIG_FILE_VARIABLE] = str(config_file.absolute())
     settings = chosen_settings(memory, tiers)
     # Checked here, so that a mistake is one line and not a traceback of the engine.
-    config = load_config(settings, environment, extra_source=COMMAND_LINE)
-    options = [word for option in OUR_OPTIONS.items() if given[option[0]] is None for word in option]
-    ours = load_config(settings, {})
-    secrets = ours.secret_keys()
-    if "tiers" in secrets:
+    config, variables = load_with_variables(settings, environment, extra_source=COMMAND_LINE)
+    options = [word for option in beside.items() if given[option[0]] is None for word in option]
+    if through == OFFLOADING:
+        ours, connector = config, offloading_json(config, variables)  # vLLM reads no source of ours
+    else:
+        ours = load_config(settings, {})
+        connector = ours.to_connector_json(without=ours.secret_keys())
+    if "tiers" in ours.secret_keys():
         environment[f"{ENVIRONMENT_PREFIX}TIERS"] = " ".join(tier.url for tier in ours.tiers)
-    connector = ours.to_connector_json(without=secrets)
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *options, *vllm_arguments]
     sys.stdout.flush()
-    print(what_copies(config.gpu), file=sys.stderr, flush=True)
+    print(what_copies(config.gpu, through=through), file=sys.stderr, flush=True)
     if given["--shutdown-timeout"] is None:
         print(TIME_TO_END, file=sys.stderr, flush=True)
     os.execve(command[0], command, environment)
 
 
-def what_copies(gpu: str, root: Path = Path("/")) -> str:
+def what_copies(gpu: str, root: Path = Path("/"), *, through: str = "connector") -> str:
     """Which GPUs this machine has, by their kernel module, and what moves KV memory to and from them: one line.
 
     `gpu` is the configuration's. A run of `make gpu` that is written into benchmarks/RESULTS.md changes `RUN_BY_US`.
@@ -96,6 +111,10 @@ def what_copies(gpu: str, root: Path = Path("/")) -> str:
     texts = [file.read_text() for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
     names = [found[1] for text in texts if (found := re.search(r"^Model:\s*(.*)$", text, re.MULTILINE))]
     where = ", ".join(names) or "no NVIDIA GPU here"
+    if through == OFFLOADING:
+        return (
+            f"kvpact: {where}. vLLM's own offloading copies; with kvpact's tiers below it we have run it on no GPU yet"
+        )
     how = "vLLM's own call does, which is tried at each start and checked while it serves"
     if gpu == "off":
         how = 'it is refused ("gpu": "off")'

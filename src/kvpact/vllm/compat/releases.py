@@ -17,13 +17,17 @@ def is_known(version: str) -> bool:
     return ".".join(version.split(".")[:2]) in SERIES
 
 
-def refuse_older(version: str) -> None:
-    """Raise ConfigError for a release before all of the table. A build of vLLM's own sources ("dev") may be of any."""
+OFFLOADS_SINCE = "0.32"
+"""The release whose own offloading takes a `PactTier`."""
+
+
+def refuse_older(version: str, oldest: str = SERIES[0], who: str = "kvpact serves") -> None:
+    """Raise ConfigError for a release before the oldest. A build of vLLM's own sources ("dev") may be of any."""
     series = version.split(".")[:2]
     if "dev" in version or not all(number.isdecimal() for number in series):
         return
-    if [int(number) for number in series] < [int(number) for number in SERIES[0].split(".")]:
+    if [int(number) for number in series] < [int(number) for number in oldest.split(".")]:
         raise ConfigError(
-            f"vLLM {version} is installed, and kvpact serves {SERIES[0]} and later: install one of {SERIES[0]} to "
-            f"{SERIES[-1]}, which are tested"
+            f"vLLM {version} is installed, and {who} {oldest} and later: install one of {oldest} to {SERIES[-1]}, "
+            "which are tested"
         )
