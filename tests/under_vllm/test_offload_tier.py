@@ -118,6 +118,29 @@ def test_a_store_is_asked_once_a_step_for_all_keys(tmp_path: Path, monkeypatch: 
         assert asked == [20]
 
 
+def test_an_exclusive_tier_answers_at_once_and_what_is_asked_beyond_that_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, others = keys_of(1, 60), keys_of(2, 200)
+    with bed(disk(tmp_path)) as one:
+        one.compute("a", stored, 0)
+        one.rest()
+    with bed(disk(tmp_path)) as two:
+        asked: list[int] = []
+        lookup = DiskTier.lookup
+
+        def note(self: DiskTier, keys: Sequence[bytes]) -> list[bool]:
+            asked.append(len(keys))
+            return lookup(self, keys)
+
+        monkeypatch.setattr(DiskTier, "lookup", note)
+        answers = [two.tier.lookup(key, two.request("b")) for key in [*stored, *others]]
+        assert answers == [LookupResult.HIT] * 60 + [LookupResult.MISS] * 4 + [LookupResult.RETRY] * 196
+        two.step()
+        assert two.ask("b", others[4:]) == [LookupResult.MISS] * 196
+        assert asked == [1] * 64 + [196]
+
+
 class Hanging:
     """Calls of a class that hang until the test ends."""
 

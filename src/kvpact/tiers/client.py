@@ -21,7 +21,17 @@ from kvpact.tiers.base import BlockBuffer, SupportsPrefix, Tier, TierCapacity, T
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
-from kvpact.tiers.executor import ControlDone, GetDone, Job, LookupDone, OpId, PutDone, TierExecutor, checked_count
+from kvpact.tiers.executor import (
+    ControlDone,
+    GetDone,
+    Job,
+    LookupDone,
+    OpId,
+    PutDone,
+    TierExecutor,
+    checked_answers,
+    checked_count,
+)
 from kvpact.tiers.log_once import LogOnce
 from kvpact.tiers.record import bytes_of
 
@@ -235,7 +245,22 @@ class TierClient:
 
     def has(self, key: BlockKey, now: float) -> bool:
         """Whether a block can be read from an exclusive tier."""
-        return key not in self.deletions and self._count(lambda keys: sum(self.tier.lookup(keys)), (key,), now) == 1
+        return self.have((key,), now)[0]
+
+    def have(self, keys: Sequence[BlockKey], now: float) -> Sequence[bool]:
+        """Which of these blocks can be read from an exclusive tier."""
+        nothing = [False] * len(keys)
+        if not self.may_read(now):
+            return nothing
+        try:
+            held = checked_answers(self.tier.lookup(keys), len(keys))
+        except Exception as error:
+            self._warn_once("lookup", error)
+            self._fail(self._reads, now)
+            return nothing
+        if not len(self.deletions):
+            return held
+        return [is_held and key not in self.deletions for key, is_held in zip(keys, held, strict=True)]
 
     def _count(self, question: Callable[[Sequence[BlockKey]], int], keys: Sequence[BlockKey], now: float) -> int:
         if not self.may_read(now):

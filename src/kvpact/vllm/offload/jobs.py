@@ -22,7 +22,11 @@ from kvpact.tiers.executor import GetDone, LookupDone, PutDone
 from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, REFUTED_SECONDS, LRUKeySet
 
 KNOWN_SHARE: Final = 2
-"""Keys remembered per row of host memory as held by a shared store, and as absent."""
+MIN_KNOWN: Final = 1 << 16
+"""Keys remembered per row of host memory as held, and as absent, and at least: more than one prompt has."""
+
+AT_ONCE: Final = 64
+"""Keys that an exclusive tier is asked for one by one in a step, at 10 us each; the rest is asked in one go."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,7 +82,8 @@ class TierJobs:
         self.client = client
         self._memory, self._row_bytes, self._patience = memory, row_bytes, patience
         self._metrics, self._stored = metrics, stored
-        self._answers = _Answers(KNOWN_SHARE * (len(memory) // row_bytes))
+        self._at_once = AT_ONCE
+        self._answers = _Answers(max(MIN_KNOWN, KNOWN_SHARE * (len(memory) // row_bytes)))
         self._loads: dict[Any, _Load] = {}
         self._copies: list[tuple[Future[None], _Load]] = []
         self._stores: dict[Any, _Store] = {}
@@ -102,21 +107,26 @@ class TierJobs:
         client, answers = self.client, self._answers
         if answers.refuted.added_since(name, now - REFUTED_SECONDS) or not client.may_read(now):
             return False
-        if not client.shared:
-            return client.has(name, now)
-        if answers.held.added_since(name, now - ASK_AGAIN_SECONDS):
+        believed_since = now - ASK_AGAIN_SECONDS if client.shared else since
+        if answers.held.added_since(name, believed_since):
             return True
         if answers.absent.added_since(name, since) or now >= since + self._patience:
             return False
+        if not client.shared and self._at_once:
+            self._at_once -= 1
+            return client.has(name, now)
         answers.wanted[name] = None
         return None
 
     def begin(self, now: float) -> None:
-        """The step ends: ask for all that it wanted at once, and let the tier's threads begin."""
-        answers = self._answers
+        """The step ends: ask in one go for all that it wanted, and let the tier's threads begin."""
+        client, answers = self.client, self._answers
+        self._at_once = AT_ONCE
         if names := answers.next_question():
             op_id = ("lookup", names[0], now)
-            if self.client.submit_lookup(op_id, names, now):
+            if not client.shared:
+                answers.note(names, client.have(names, now), now)
+            elif client.submit_lookup(op_id, names, now):
                 answers.asking[op_id] = names
         self.client.executor.flush()
 
@@ -150,7 +160,7 @@ class TierJobs:
         self.client.check(now)
         for done in self.client.poll():
             if isinstance(done, LookupDone):
-                self._answers.note(done, now)
+                self._answers.note(self._answers.asking.pop(done.op_id), done.each, now)
             elif isinstance(done, PutDone):
                 self._end_store(self._stores.pop(done.op_id), done, now)
             elif isinstance(done, GetDone) and (load := self._loads.pop(done.op_id, None)) is not None:
@@ -219,7 +229,7 @@ class TierJobs:
 
 @dataclass(eq=False)
 class _Answers:
-    """What a shared store has said of blocks, at most the `most` newest of each kind, and what it is asked."""
+    """What the tier has said of blocks, at most the `most` newest of each kind, and what it is asked."""
 
     most: int
     wanted: dict[BlockKey, None] = field(default_factory=dict)
@@ -240,8 +250,8 @@ class _Answers:
         self.wanted.clear()
         return names
 
-    def note(self, done: LookupDone, now: float) -> None:
-        for name, is_held in zip(self.asking.pop(done.op_id), done.each, strict=True):
+    def note(self, names: Sequence[BlockKey], each: Sequence[bool], now: float) -> None:
+        for name, is_held in zip(names, each, strict=True):
             (self.held if is_held else self.absent).add((name,), now)
             if not is_held:
                 self.held.discard((name,))

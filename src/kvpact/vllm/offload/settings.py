@@ -25,7 +25,6 @@ FORMAT: Final = "1"
 COUNTED: Final = frozenset(
     {
         "io_threads",
-        "load_deadline",
         "model_id",
         "prepare_deadline",
         "record_key_file",

@@ -124,7 +124,7 @@ class PactTier(SecondaryTierManager):
         self._since.pop(req_context.req_id, None)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """An exclusive tier answers at once; of a shared one a key is asked with all others of the step."""
+        """An exclusive tier answers at once, if a step asks little; else a key is asked with all others of the step."""
         if self._jobs is None:
             return LookupResult.MISS
         now = time.monotonic()
