@@ -47,7 +47,7 @@ RUN_BY_US: Final = "one NVIDIA H100, driver 580.159.04, vLLM 0.32.0"
 
 
 def options_beside(through: str) -> dict[str, str]:
-    """Those of `OUR_OPTIONS` that vLLM is given; kvpact's classes are for its connector."""
+    """What vLLM is given beside `--kv-transfer-config`; kvpact's classes are for its connector only."""
     return {name: value for name, value in OUR_OPTIONS.items() if through != OFFLOADING or name not in OUR_CLASSES}
 
 
