@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from kvpact.cli import vllm_command
-from kvpact.cli.offloading import OFFLOADING, offloading_json
+from kvpact.cli.offloading import offloading_json
 from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config, load_with_variables
 from kvpact.errors import ConfigError
-from kvpact.vllm.compat.platforms import OUR_CLASSES
+from kvpact.vllm.compat.platforms import OFFLOADING, OUR_CLASSES
 
 COMMAND_LINE: Final = "the command line"
 
