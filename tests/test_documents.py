@@ -17,11 +17,13 @@ import pytest
 
 import kvpact
 from documents import CODE, NOT_CODE, ROOT, Block, block_with, document_blocks, documents, filled_in
+from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
 from kvpact.metrics import Metrics
 from kvpact.tiers.base import chained
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact.vllm.offload.settings import COUNTED, Beside
 from kvpact_testkit.sample_blocks import document, filled_buffers
 from servers.redis_server import redis_server
 
@@ -72,6 +74,9 @@ NOT_RUN = {
     ("docs/gpu.md", "--only answers"): _ON_A_GPU,
     ("docs/vllm-driver.md", "run_on_release"): (
         "fetches a release of vLLM, 2 GB; kit/tests/test_vllm_releases.py calls the same function on releases at hand"
+    ),
+    ("docs/offloading.md", "kvpact serve MODEL --through"): (
+        "vLLM's offloading starts on a GPU only; tests/cli/test_through_offloading.py runs the command with a stand-in"
     ),
     ("docs/weights.md", "curl --fail"): (
         "needs a server in vLLM's development mode; test_engine_weights.py makes the same calls through `vllm.LLM`, "
@@ -203,6 +208,32 @@ def test_h85_the_page_on_configuration_sets_what_it_says(folder: Path) -> None:
 def test_the_page_on_configuration_sets_what_it_says(folder: Path) -> None:
     [config] = re.findall(r"\$\((kvpact config .*?)\)\"", block_with("docs/configuration.md", "vllm serve MODEL").text)
     assert '"tiers": ["disk:///var/cache/kvpact?capacity=200GiB"]' in run_shell(folder, config).stdout
+
+
+@runs("docs/offloading.md", "kvpact config --through")
+def test_the_page_on_offloading_shows_what_is_printed(folder: Path) -> None:
+    said = run_shell(folder, block_with("docs/offloading.md", "kvpact config --through").text).stdout
+    shown, _ = (block.text for block in document_blocks("docs/offloading.md") if block.language == "json")
+    assert json.loads(said) == json.loads(shown)
+
+
+def test_the_page_on_offloading_has_every_setting_of_a_tier_with_its_default() -> None:
+    page = (ROOT / "docs/offloading.md").read_text()
+    table = page[page.index("## Settings of a PactTier") :]
+    shown = dict(re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)?", table, re.MULTILINE))
+    assert {*shown} == {*COUNTED, "url", "number", *Beside._fields[:2], "enable_kv_events"}
+    given = {name: json.loads(value) for name, value in shown.items() if value and name in COUNTED}
+    plain, told = load_config({}, {}), load_config(given, {})
+    assert {name: getattr(told, name) for name in given} == {name: getattr(plain, name) for name in given}
+    assert len(given) == 7
+
+
+def test_the_page_on_offloading_names_every_metric_of_a_tier() -> None:
+    pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+    from kvpact.vllm.offload.counts import metric_definitions
+
+    page = (ROOT / "docs/offloading.md").read_text()
+    assert {*re.findall(r"`(vllm:kvpact_\w+)`", page)} == {*metric_definitions()}
 
 
 @runs("docs/engine.md", "reference_engine")

@@ -53,7 +53,7 @@ def test_config_through_offloading_has_our_tiers_below_its_memory(
         "secondary_tiers": [{"type": "PactTier", "url": url, **told} for url in urls],
     }
     for tier, url in zip(settings["secondary_tiers"], urls, strict=True):
-        config = tier_settings({key: value for key, value in tier.items() if key != "type"})
+        _, config = tier_settings({key: value for key, value in tier.items() if key != "type"})
         assert ([tier.url for tier in config.tiers], config.prepare_deadline) == ([url], 0.05)
     assert offloading(kvpact("config", *OFFLOADING, "--tier", DISK).stdout)["cpu_bytes_to_use"] == 4 << 30
 
@@ -72,7 +72,7 @@ def test_h85_through_offloading_a_tier_with_a_secret_is_its_number(
     assert kept == {"KVPACT_TIERS": " ".join(urls)}
     open_tier, secret_tier = offloading(argv[3])["secondary_tiers"]
     assert (open_tier["url"], secret_tier) == (DISK, {"type": "PactTier", "number": 1})
-    assert tier_settings({"number": 1}).tiers[0].url == SECRET
+    assert tier_settings({"number": 1})[1].tiers[0].url == SECRET
     monkeypatch.delenv("KVPACT_TIERS")
     assert refusal("config", *OFFLOADING, "--tier", SECRET).startswith("--tier redis://***@cache")
 

@@ -11,12 +11,8 @@ from typing import Final
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
+from kvpact.vllm.compat.platforms import OFFLOADING, PACT_SPEC
 from kvpact.vllm.offload.settings import COUNTED
-
-OFFLOADING: Final = "offloading"
-"""The value of `--through`."""
-
-SPEC: Final = "PactTieringSpec"
 
 OF_VLLM: Final = frozenset({"memory", "tiers"})
 """The keys that vLLM itself reads there, under other names; a tier reads those of `COUNTED`."""
@@ -44,7 +40,7 @@ def offloading_json(config: KvpactConfig, variables: Mapping[str, str]) -> str:
     counted = config.model_dump(mode="json", exclude_unset=True, include={*COUNTED})
     places = [{"number": at} if tier.holds_secret else {"url": tier.url} for at, tier in enumerate(config.tiers)]
     extra = {
-        "spec_name": SPEC,
+        "spec_name": PACT_SPEC,
         "cpu_bytes_to_use": config.memory,
         "secondary_tiers": [{"type": "PactTier", **place, **counted} for place in places],
     }

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from kvpact.cli import vllm_command
-from kvpact.cli.offloading import OFFLOADING, offloading_json
+from kvpact.cli.offloading import offloading_json
 from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config, load_with_variables
 from kvpact.errors import ConfigError
-from kvpact.vllm.compat.platforms import OUR_CLASSES
+from kvpact.vllm.compat.platforms import OFFLOADING, OUR_CLASSES
 
 COMMAND_LINE: Final = "the command line"
 
@@ -47,7 +47,7 @@ RUN_BY_US: Final = "one NVIDIA H100, driver 580.159.04, vLLM 0.32.0"
 
 
 def options_beside(through: str) -> dict[str, str]:
-    """Those of `OUR_OPTIONS` that vLLM is given; kvpact's classes are for its connector."""
+    """What vLLM is given beside `--kv-transfer-config`; kvpact's classes are for its connector only."""
     return {name: value for name, value in OUR_OPTIONS.items() if through != OFFLOADING or name not in OUR_CLASSES}
 
 

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvpact.cli.offloading import OFFLOADING, offloading_json
+from kvpact.cli.offloading import offloading_json
 from kvpact.cli.serve import COMMAND_LINE, options_beside
 from kvpact.config import KvpactConfig, load_with_variables
 from kvpact.errors import ConfigError
+from kvpact.vllm.compat.platforms import OFFLOADING
 
 
 def print_configuration(

@@ -25,9 +25,8 @@ from os import PathLike
 from types import ModuleType
 from typing import Any, Final
 
-from kvpact.cli.offloading import OFFLOADING, SPEC
 from kvpact.errors import ConfigError
-from kvpact.vllm.compat.platforms import OUR_CLASSES, classes_for
+from kvpact.vllm.compat.platforms import OFFLOADING, OUR_CLASSES, PACT_SPEC, classes_for
 from kvpact.vllm.compat.releases import OFFLOADS_SINCE, refuse_older
 
 PACKAGE: Final = "vllm"
@@ -108,7 +107,7 @@ def refuse_offloading(version: str, platform: Any = None) -> None:
 
 def arguments_that_fit(arguments: Sequence[str]) -> list[str]:
     """The arguments for the vLLM that is here. Raises ConfigError if it would not run with them."""
-    offloads = any(SPEC in argument for argument in arguments)
+    offloads = any(PACT_SPEC in argument for argument in arguments)
     if offloads:
         with suppress(PackageNotFoundError):
             refuse_offloading(distribution(PACKAGE).version)

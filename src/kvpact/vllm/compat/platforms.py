@@ -28,6 +28,12 @@ KVPACT_WORKER = "kvpact.vllm.worker.KvpactWorker"
 PACT_SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 """What a user names as the scheduler's class: it says which matches it does not take."""
 
+PACT_SPEC = "PactTieringSpec"
+"""The spec of vLLM's own offloading that `kvpact serve` names instead of both."""
+
+OFFLOADING = "offloading"
+"""The value of its option `--through` for that."""
+
 OUR_CLASSES = {"--worker-cls": KVPACT_WORKER, "--scheduler-cls": PACT_SCHEDULER}
 """vLLM's options for classes of its own, and kvpact's: what `kvpact serve` gives beside `--kv-transfer-config`."""
 
@@ -56,4 +62,13 @@ def base_worker(platform: Any) -> Any:
     return getattr(import_module(module), name)
 
 
-__all__ = ["BASE_WORKERS", "KVPACT_WORKER", "OUR_CLASSES", "base_worker", "classes_for", "platform_kind"]
+__all__ = [
+    "BASE_WORKERS",
+    "KVPACT_WORKER",
+    "OFFLOADING",
+    "OUR_CLASSES",
+    "PACT_SPEC",
+    "base_worker",
+    "classes_for",
+    "platform_kind",
+]
