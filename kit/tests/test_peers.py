@@ -1,0 +1,157 @@
+"""Other people's tiers under the kit: served damage is found, and what a tier has no call for is not observable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from kvpact.identity.keys import BlockKey
+from kvpact.tiers.base import Tier
+from kvpact_testkit.faults import Faults
+from kvpact_testkit.peers.own import DiskSuite
+from kvpact_testkit.peers.tier import PeerSuite, PeerTier
+from kvpact_testkit.results import Check, Verdict
+from kvpact_testkit.suite import run_suite
+from kvpact_testkit.tier.conformance import StoreContext, TierConformance
+
+DAMAGE = "damage_is|damage_while|damage_of"
+SERVED = "was served and is not what was stored: byte 100 of 8192"
+
+
+class FilesOfBytes(PeerTier):
+    """A peer whose files are a block's bytes, and a checksum over key and bytes if it is `careful`."""
+
+    def __init__(self, place: StoreContext, faults: Faults, *, careful: bool) -> None:
+        super().__init__("files of bytes", place.slot_bytes)
+        self.folder = place.directory / place.namespace.name
+        self.folder.mkdir(exist_ok=True)
+        self.faults = faults
+        self.careful = careful
+
+    def path(self, key: BlockKey) -> Path:
+        return self.folder / f"{key.hex()}.bin"
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [self.path(key).exists() for key in keys]
+
+    def load(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> list[bool]:
+        return [self.read(key, self.rows.view(row)) for key, row in zip(keys, rows, strict=True)]
+
+    def read(self, key: BlockKey, row: memoryview) -> bool:
+        path = self.path(key)
+        try:
+            self.faults.before_read()
+            raw = path.read_bytes()
+        except OSError:
+            return False
+        if self.careful and sha256(key + raw[32:]).digest() != raw[:32]:
+            path.unlink(missing_ok=True)
+            return False
+        row[:] = raw[32:] if self.careful else raw
+        return True
+
+    def save(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> list[bool]:
+        return [self.write(key, bytes(self.rows.view(row))) for key, row in zip(keys, rows, strict=True)]
+
+    def write(self, key: BlockKey, payload: bytes) -> bool:
+        path = self.path(key)
+        whole = sha256(key + payload).digest() + payload if self.careful else payload
+        new = path.with_name(f"{os.urandom(8).hex()}.new")
+        try:
+            if not path.exists():
+                self.faults.before_write(torn=lambda part: new.write_bytes(whole[: int(len(whole) * part)]))
+                new.write_bytes(whole)
+                new.replace(path)
+        except OSError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """Nothing is open."""
+
+
+class CarefulSuite(PeerSuite):
+    careful = True
+    faults = Faults()
+    machine_examples = 5
+
+    def open_tier(self, place: StoreContext) -> Tier:
+        return FilesOfBytes(place, self.faults, careful=self.careful)
+
+    def file_of(self, place: StoreContext, key: BlockKey) -> Path:
+        return place.directory / place.namespace.name / f"{key.hex()}.bin"
+
+    @contextmanager
+    def store_calls(self, faults: Faults) -> Iterator[None]:
+        self.faults = faults
+        yield
+
+
+class CarelessSuite(CarefulSuite):
+    careful = False
+
+
+def judged(suite: type[TierConformance], only: str = "") -> dict[str, Check]:
+    return {check.name: check for check in run_suite(suite, only)}
+
+
+def broken(checks: dict[str, Check]) -> dict[str, str]:
+    return {name: check.violations[0].what for name, check in checks.items() if check.verdict is Verdict.BROKEN}
+
+
+def test_what_a_peer_has_no_call_for_is_not_observable_and_nothing_is_broken() -> None:
+    checks = judged(CarefulSuite)
+    assert broken(checks) == {}
+    unseen = {name for name, check in checks.items() if check.verdict is Verdict.NOT_OBSERVABLE}
+    assert unseen >= {
+        "test_deleting_drops_what_is_named",
+        "test_clearing_is_for_good",
+        "test_what_was_refuted_is_given_to_nobody",
+        "test_h36_what_a_store_refuses_to_forget_is_no_success",
+        "test_blocks_of_several_sizes_are_served_into_their_own_size_alone",
+        "test_scan_names_all_that_is_held",
+        "test_nothing_is_counted_as_wrong_that_is_not",
+        "test_h50_capacity_is_never_exceeded",
+    }
+    assert len(checks) - len(unseen) >= 20
+    assert all(checks[name].note for name in unseen)
+
+
+def test_a_peer_without_a_checksum_is_found_to_serve_damage() -> None:
+    found = broken(judged(CarelessSuite, DAMAGE))
+    assert len(found) == 3
+    assert all(SERVED in what for what in found.values())
+
+
+def test_flipped_bytes_are_served_as_good_by_vllms_fs() -> None:
+    pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+    from kvpact_testkit.peers.vllm_tiers import VllmFsSuite
+
+    found = broken(judged(VllmFsSuite, DAMAGE))
+    assert len(found) == 3
+    assert all(SERVED in what for what in found.values())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of threads that die
+def test_vllms_fs_keeps_what_is_undamaged() -> None:
+    """Stored blocks come back, a hole costs itself, models share nothing, and a failed write leaves nothing."""
+    pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+    from kvpact_testkit.peers.vllm_tiers import VllmFsSuite
+
+    checks = judged(
+        VllmFsSuite, "come_back|hole|namespaces|not_written_again|failed_write|failed_read|crash|restart_finds"
+    )
+    assert broken(checks) == {}
+    assert {check.verdict for check in checks.values()} == {Verdict.KEPT}
+    assert len(checks) == 8
+
+
+def test_no_damage_is_served_by_kvpacts_disk_tier() -> None:
+    checks = judged(DiskSuite, DAMAGE)
+    assert {check.verdict for check in checks.values()} == {Verdict.KEPT}
+    assert len(checks) == 3
