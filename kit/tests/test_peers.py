@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvpact.cli.app import app
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import Tier
 from kvpact_testkit.faults import Faults
+from kvpact_testkit.peers.__main__ import judge
 from kvpact_testkit.peers.own import DiskSuite
+from kvpact_testkit.peers.registry import peer_named
 from kvpact_testkit.peers.tier import PeerSuite, PeerTier
-from kvpact_testkit.results import Check, Verdict
+from kvpact_testkit.results import Check, ConformanceReport, Verdict, Violation
 from kvpact_testkit.suite import run_suite
 from kvpact_testkit.tier.conformance import StoreContext, TierConformance
 
@@ -27,7 +34,7 @@ class FilesOfBytes(PeerTier):
     """A peer whose files are a block's bytes, and a checksum over key and bytes if it is `careful`."""
 
     def __init__(self, place: StoreContext, faults: Faults, *, careful: bool) -> None:
-        super().__init__("files of bytes", place.slot_bytes)
+        super().__init__("files of bytes", place.slot_bytes, faults)
         self.folder = place.directory / place.namespace.name
         self.folder.mkdir(exist_ok=True)
         self.faults = faults
@@ -77,7 +84,6 @@ class FilesOfBytes(PeerTier):
 
 class CarefulSuite(PeerSuite):
     careful = True
-    faults = Faults()
     machine_examples = 5
 
     def open_tier(self, place: StoreContext) -> Tier:
@@ -155,3 +161,85 @@ def test_no_damage_is_served_by_kvpacts_disk_tier() -> None:
     checks = judged(DiskSuite, DAMAGE)
     assert {check.verdict for check in checks.values()} == {Verdict.KEPT}
     assert len(checks) == 3
+
+
+@pytest.mark.parametrize("name", ["lmcache-fs", "sglang-file"])
+def test_a_peer_that_is_installed_serves_damage_and_keeps_what_is_undamaged(name: str) -> None:
+    peer = peer_named(name)
+    if not peer.release():
+        pytest.skip(f"{name} is not installed; {peer.install}")
+    found = broken({check.name: check for check in judge(peer, f"come_back|hole|not_written|failed_write|{DAMAGE}")})
+    assert len(found) == 3
+    assert all(SERVED in what for what in found.values())
+
+
+def kvpact(*arguments: str, exit_code: int) -> str:
+    result = CliRunner().invoke(app, ["conformance", *arguments])
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def interpreter(folder: Path, script: str) -> Path:
+    """A stand-in for the interpreter of a peer's environment."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def reporting(folder: Path, *checks: Check) -> Path:
+    """An interpreter whose process reports these checks."""
+    report = folder / "report.json"
+    report.write_bytes(ConformanceReport("vllm-fs, a tier", "vllm 0.32.0", checks).to_json())
+    return interpreter(folder, f'while [ "$1" != --report ]; do shift; done; cp {report} "$2"; exit 1')
+
+
+def test_each_broken_check_is_one_line_and_one_command_that_repeats_it(tmp_path: Path) -> None:
+    kept = Check("test_kept", ("T1",), "", Verdict.KEPT)
+    served = Check("test_h22", ("H22",), "", Verdict.BROKEN, (Violation("H22", "block 4 was served"),))
+    python = reporting(tmp_path, kept, served)
+    lines = kvpact("--peers", "vllm-fs", "--peers-python", f"vllm-fs={python}", exit_code=1).splitlines()
+    assert lines == [
+        "vllm-fs, a tier, vllm 0.32.0: 1 kept, 1 broken, 0 not observable, 0 s",
+        "    H22: test_h22: block 4 was served",
+        f"        {python} -m kvpact_testkit.peers vllm-fs '^test_h22$'",
+    ]
+    [document] = json.loads(kvpact("--peers", "vllm-fs", "--peers-python", f"vllm-fs={python}", "--json", exit_code=1))
+    assert document["report"]["checks"][1]["violations"] == [{"broken": "H22", "what": "block 4 was served"}]
+    assert document["python"] == str(python)
+
+
+@pytest.mark.parametrize("script", ["exit 3", "echo \"No module named 'kvpact_testkit'\" >&2; exit 1"])
+def test_a_peer_that_is_not_installed_is_one_line_that_says_how_to_install_it(tmp_path: Path, script: str) -> None:
+    python = interpreter(tmp_path, script)
+    [line] = kvpact("--peers", "sglang-file", "--peers-python", f"sglang-file={python}", exit_code=0).splitlines()
+    assert line.startswith(f"sglang-file: not installed for {python}; python3 -m venv sglang-file; ")
+    assert "pip install kvpact-testkit sglang==0.5.23" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--peers", "nobody"], "there is no peer 'nobody'; there are kvpact-disk, "),
+        (["--peers", "--peers-python", "nobody=/bin/true"], "there is no peer 'nobody'"),
+        (["--peers", "--peers-python", "vllm-fs"], "write NAME=PATH"),
+        (["--peers", "vllm-fs", "--peers-python", "vllm-fs=/bin/false"], "cannot be judged by /bin/false, exit code 1"),
+        ([], 'say what to check: "module:Class", or --peers'),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], words: str) -> None:
+    shown = kvpact(*arguments, exit_code=2)
+    assert words in shown
+    assert len(shown.strip().splitlines()) == 1
+
+
+def test_the_command_that_is_printed_judges_a_peer(tmp_path: Path) -> None:
+    """In a process of its own, as `kvpact conformance --peers` runs it."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "kvpact_testkit.peers", "kvpact-disk", "damage_of", "--report", str(report)]
+    assert subprocess.run(command, check=False).returncode == 0
+    [check] = ConformanceReport.from_json(report.read_bytes()).checks
+    assert check.verdict is Verdict.KEPT
+    assert subprocess.run(command[:5], capture_output=True, text=True, check=True).stdout.endswith(
+        "1 kept, 0 broken, 0 not observable\n"
+    )

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import BlockBuffer, Entry, Progress, Tier, TierCapacity, TierHealth, leading
+from kvpact_testkit.faults import Crash, Faults
 from kvpact_testkit.results import NotObservable
 from kvpact_testkit.sample_blocks import fill
 from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
 
 ROWS = 512
 """Rows of an adapter's memory: more than the blocks that all threads of a check have under way at once."""
+
+
+POLL_S = 0.0002
+"""Seconds between two looks at a peer that answers later."""
 
 
 class Rows:
@@ -57,8 +63,9 @@ class PeerTier(Tier):
 
     exclusive = False
 
-    def __init__(self, name: str, row_bytes: int) -> None:
+    def __init__(self, name: str, row_bytes: int, faults: Faults) -> None:
         self.name = name
+        self._faults = faults
         self.rows = Rows(row_bytes)
         self.closed = False
         self._trouble = ""
@@ -78,6 +85,16 @@ class PeerTier(Tier):
     @abstractmethod
     def end(self) -> None:
         """Close the peer. Called once."""
+
+    def until(self, answered: Callable[[], bool]) -> bool:
+        """Call `answered` until it returns True; False if this is closed before. Raises Crash if the process died."""
+        while not self.closed:
+            if answered():
+                return True
+            if self._faults.crashed:
+                raise Crash("the process died")
+            time.sleep(POLL_S)
+        return False
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         return [False] * len(keys) if self.closed or not keys else self.exists(keys)
@@ -149,6 +166,10 @@ class PeerSuite(TierConformance):
     # The adapter tells of progress, and answers for a closed peer.
     test_progress_is_told_in_order_and_may_end_a_read = None  # type: ignore[assignment]
     test_a_closed_tier_answers_nothing = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.faults = Faults()
+        """What the peer's store meets; `store_calls` sets it."""
 
     def file_of(self, place: StoreContext, key: BlockKey) -> Path:
         """The file that holds block `key`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -36,9 +35,6 @@ from kvpact_testkit.faults import Crash, Faults
 from kvpact_testkit.peers.tier import ROWS, PeerSuite, PeerTier
 from kvpact_testkit.tier.conformance import StoreContext
 
-POLL_S = 0.0002
-"""Seconds between two looks at a tier that answers later."""
-
 
 def offloading_spec(namespace: Namespace, row_bytes: int) -> Any:
     """What vLLM tells a tier of an engine: the namespace's model, one rank, one KV cache group, blocks of 16 tokens."""
@@ -63,11 +59,10 @@ class VllmTier(PeerTier):
     """
 
     def __init__(self, config: dict[str, Any], place: StoreContext, faults: Faults) -> None:
-        super().__init__(f"vLLM's {config['type']}", place.slot_bytes)
+        super().__init__(f"vLLM's {config['type']}", place.slot_bytes, faults)
         view = self.rows.memory.cast("B", (ROWS, place.slot_bytes))
         spec = offloading_spec(place.namespace, place.slot_bytes)
         self._tier = SecondaryTierFactory.create_secondary_tier(config, view, spec)
-        self._faults = faults
         self._lock = threading.Lock()
         self._numbers = count()
         self._done: dict[int, bool] = {}
@@ -122,24 +117,19 @@ class VllmTier(PeerTier):
 
     def _until(self, answered: Callable[[], bool]) -> bool:
         """Call `answered` as a scheduler would in each step; False if the tier is closed before it returns True."""
-        while not self.closed:
+
+        def in_turn() -> bool:
             with self._lock:
-                if answered():
-                    return True
-            if self._faults.crashed:
-                raise Crash("the process died")
-            time.sleep(POLL_S)
-        return False
+                return answered()
+
+        return self.until(in_turn)
 
 
 class VllmFsSuite(PeerSuite):
     """vLLM's file system tier with its defaults: 16 threads that read, 16 that write, no bound."""
 
-    def __init__(self) -> None:
-        self._faults = Faults()
-
     def open_tier(self, place: StoreContext) -> Tier:
-        return VllmTier({"type": "fs", "root_dir": str(place.directory)}, place, self._faults)
+        return VllmTier({"type": "fs", "root_dir": str(place.directory)}, place, self.faults)
 
     def file_of(self, place: StoreContext, key: BlockKey) -> Path:
         return next(place.directory.rglob(f"{key.hex()}.bin"))
@@ -147,7 +137,7 @@ class VllmFsSuite(PeerSuite):
     @contextmanager
     def store_calls(self, faults: Faults) -> Iterator[None]:
         """A death ends the thread that writes, and the adapter then raises `Crash`."""
-        self._faults = faults
+        self.faults = faults
         load, store = manager.batch_load_block, manager.batch_store_block
 
         def announced_load(paths: list[str], view: memoryview, offsets: list[int], *rest: Any) -> None:
