@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvpact_testkit.peers.vllm_connector import OFFLOADING, TIMEOUT_SECONDS
 from kvpact_testkit.results import ConformanceReport, Verdict, as_text
 from kvpact_testkit.vllm.driver import VllmDriver
 from kvpact_testkit.vllm.offloading import FILES
@@ -20,10 +21,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
 FOLDER = "vllm.distributed.kv_transfer.kv_connector.v1"
 SUBJECTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "example": (f"{FOLDER}.example_connector:ExampleConnector", {"shared_storage_path": "{folder}"}),
-    "offloading": (f"{FOLDER}.offloading_connector:OffloadingConnector", FILES),
+    "offloading": (OFFLOADING, FILES),
 }
 """Marker in the page -> connector and configuration."""
-TIMEOUT_SECONDS = 3.0
 
 
 def run(subject: str, scenarios: Sequence[str] | None = None, timeout: float = TIMEOUT_SECONDS) -> ConformanceReport:

@@ -33,6 +33,7 @@ RUN_HERE: dict[tuple[str, str], str] = {}
 
 CACHES, TIERS = "docs/write-a-connector.md", "docs/write-a-tier.md"
 CONNECTORS = "docs/write-a-vllm-connector.md"
+PEERS = "docs/peers.md"
 
 RUN_ELSEWHERE = {
     ("README.md", "kvpact serve MODEL"): "tests/under_vllm/test_http_life.py",
@@ -51,6 +52,11 @@ RUN_ELSEWHERE = {
     (CONNECTORS, "class ToldConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
     (CONNECTORS, "class DocumentedConnector"): "tests/under_vllm/test_write_a_vllm_connector.py",
     (CONNECTORS, "class Leases"): "tests/under_vllm/test_write_a_vllm_connector.py",
+    (PEERS, "FileSystemTierManager(N(config"): "kit/tests/test_peers.py",
+    (PEERS, "tier.submit_store(job(1, 0))"): "kit/tests/test_peers.py",
+    (PEERS, "target=tier.shutdown"): "kit/tests/test_peers.py",
+    (PEERS, "tier.file_mapper.get_run_config()"): "kit/tests/test_peers.py",
+    (PEERS, "OffloadingConnectorWorker(N("): "kit/tests/test_peers.py",
     (TIERS, "class FirstTier"): "kit/tests/test_write_a_tier.py",
     (TIERS, "class FileTier"): "kit/tests/test_write_a_tier.py",
     (TIERS, "class TestFileTier"): "kit/tests/test_write_a_tier.py",
@@ -61,7 +67,18 @@ _INSTALLS = (
     "installs from a package index; test_install.py runs the commands with what kvpact asks for, and nothing else"
 )
 _ON_A_GPU = "needs a GPU or a registry; test_gpu_command.py and test_pack.py run the scripts with stand-ins"
+_OF_A_PEER = "needs LMCache or SGLang, which kvpact asks for nowhere; run by hand on the page's date, with its releases"
 NOT_RUN = {
+    (PEERS, "kvpact conformance --peers"): "judges all peers, for minutes; test_peers.py runs the command on stand-ins",
+    (PEERS, "FSL2Adapter(FSL2AdapterConfig"): _OF_A_PEER,
+    (PEERS, "adapter.submit_load_task(keys, loaded"): _OF_A_PEER,
+    (PEERS, "adapter.query_lookup_and_lock_result"): _OF_A_PEER,
+    (PEERS, "@0x00000000@0@"): _OF_A_PEER,
+    (PEERS, "HiCacheFile(HiCacheStorageConfig("): _OF_A_PEER,
+    (PEERS, 'print("wrong bytes:", int((one'): _OF_A_PEER,
+    (PEERS, "file.truncate(8191)\nfor _ in range(2):\n    try"): _OF_A_PEER,
+    (PEERS, "other.clear()"): _OF_A_PEER,
+    (PEERS, "storage(max_size="): _OF_A_PEER,
     ("README.md", "make demo"): "`make test` is this suite; a small form of the demonstration is in test_demo.py",
     ("README.md", "pip install dist/"): "builds wheels; test_install.py runs the commands without extras",
     ("docs/configuration.md", "vllm serve MODEL --max-model-len"): (

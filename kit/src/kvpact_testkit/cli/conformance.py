@@ -38,19 +38,36 @@ STYLES: Final = {Verdict.KEPT: "green", Verdict.BROKEN: "bold red", Verdict.NOT_
 
 
 def conformance(
-    target: Annotated[str, typer.Argument(metavar="MODULE:CLASS", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(metavar="MODULE:CLASS", help="With --peers: one peer, by default all.", show_default=False)
+    ] = "",
     config: Annotated[str, typer.Option("--config", metavar="JSON", help="Settings of the cache or connector.")] = "{}",
     engine: Annotated[
         EngineChoice | None, typer.Option("--engine", help="Default: vllm for its connectors.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    peers: Annotated[bool, typer.Option("--peers", help="Judge other people's tiers, and kvpact's own.")] = False,
+    peers_python: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--peers-python", metavar="NAME=PATH", help="The interpreter of a peer's environment; repeatable."
+        ),
+    ] = None,
 ) -> None:
-    """Run the conformance kit against a cache or a connector.
+    """Run the conformance kit against a cache, a connector, or other people's tiers.
 
     A cache is a class or function that takes a CacheContext, or a subclass of CacheConformance. Exit code 1 if a
     property of the pact is broken.
     """
-    if not check_conformance(target, config, engine, as_json=as_json):
+    if peers:
+        from kvpact_testkit.cli.peers import judge_peers
+
+        sound = judge_peers(target, peers_python or [], as_json=as_json)
+    elif target:
+        sound = check_conformance(target, config, engine, as_json=as_json)
+    else:
+        raise ConfigError('say what to check: "module:Class", or --peers')
+    if not sound:
         raise typer.Exit(1)
 
 

@@ -123,6 +123,8 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         tier = scene.open_with(DOCUMENT)
         tier.put(SEPARATE, (1, 3, 5))
         expect("put of blocks that were held or are new says", tier.put(SEPARATE), range(6))
+        if not tier.deletes:
+            return
         expect("deleted", tier.delete(SEPARATE, 1), 1)
         expect("deleted once more", tier.delete(SEPARATE, 1), 0)
         expect("blocks held after block 1 was deleted", tier.held(SEPARATE), (0, 2, 3, 4, 5))
@@ -131,7 +133,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         tier.delete(DOCUMENT, *ALL)
         expect("blocks held after the document was deleted", tier.held(SEPARATE), (0, 2, 3, 4, 5))
 
-    @protects("T10", "T1")
+    @protects("T10", "T1", needs=TierHarness.require_sizes)
     def test_blocks_of_several_sizes_are_served_into_their_own_size_alone(self, scene: TierHarness) -> None:
         """A buffer's size is what is stored. A record of another size is a miss, and still there afterwards."""
         tier = scene.open_with(SEPARATE)
@@ -145,7 +147,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         tier.require_undamaged("and all that was asked for were blocks of another size")
         expect("blocks held after reads of other sizes", tier.held(SEPARATE), range(6))
 
-    @protects("T10", "T1")
+    @protects("T10", "T1", needs=TierHarness.require_sizes)
     def test_a_chain_may_have_small_payloads_or_none(self, scene: TierHarness) -> None:
         """Chains of blocks smaller than the largest, of 0 bytes too, are stored and served like others."""
         for nbytes in (0, self.slot_bytes // 4):
@@ -204,7 +206,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         expect("blocks held after a read that was ended", tier.held(DOCUMENT), ALL)
         expect("separate blocks held after it", tier.held(SEPARATE), (0, 1, 3, 5))
 
-    @protects("T4", "P9")
+    @protects("T4", "P9", needs=TierHarness.require_deleting)
     def test_deleting_drops_what_is_named(self, scene: TierHarness) -> None:
         """Named blocks are gone, those before them and beside them are not, and can be stored again."""
         tier = scene.open_with(DOCUMENT, BRANCH)
@@ -221,7 +223,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         store(tier, DOCUMENT)
         expect("blocks held once stored again", tier.held(DOCUMENT), ALL)
 
-    @protects("T4", "P9")
+    @protects("T4", "P9", needs=TierHarness.require_deleting)
     def test_deleting_takes_all_that_needs_it(self, scene: TierHarness) -> None:
         """In a tier that keeps chains, blocks after a deleted one go with it, on every branch, and do not return."""
         tier = scene.open_with(DOCUMENT, BRANCH)
@@ -238,7 +240,7 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         expect("blocks of the document held", tier.held(DOCUMENT), range(of_document))
         expect("blocks of its branch held", tier.held(BRANCH), range(of_branch))
 
-    @protects("T4", "H32")
+    @protects("T4", "H32", needs=TierHarness.require_clearing)
     def test_clearing_is_for_good(self, scene: TierHarness) -> None:
         """After `clear` nothing is held, also after a restart, and the tier stores again."""
         documents = DOCUMENT, BRANCH, SEPARATE
@@ -277,8 +279,9 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
             require(not wrong, f"block {block} of the other namespace is not what it stored: {wrong}")
         if both_open:
             expect("blocks held in the first namespace", mine.held(DOCUMENT), ALL)
-            theirs.clear()
-            expect("blocks held after the other namespace was cleared", mine.held(DOCUMENT), ALL)
+            if theirs.clears:
+                theirs.clear()
+                expect("blocks held after the other namespace was cleared", mine.held(DOCUMENT), ALL)
         elif self.reopens:
             theirs.close()
             scene.open(label="mine").held(DOCUMENT)
@@ -290,8 +293,9 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         tier.check_accounts(DOCUMENT, BRANCH)
         store(tier, DOCUMENT, BRANCH, SEPARATE)
         tier.check_accounts(DOCUMENT, BRANCH)
-        tier.delete(DOCUMENT, 6, 7)
-        tier.check_accounts(DOCUMENT, BRANCH)
+        if tier.deletes:
+            tier.delete(DOCUMENT, 6, 7)
+            tier.check_accounts(DOCUMENT, BRANCH)
         health = tier.tier.health()
         require(health.ok, f"all went well, and health() says: {health.reason}")
 
@@ -309,7 +313,8 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         observable_if(tier.has_counts, "the tier does not define `counts`")
         tier.held(BRANCH)
         tier.tier.get(DOCUMENT.keys[:1], empty_buffers(1, self.slot_bytes // 2, self.ranks))
-        tier.delete(DOCUMENT, 6)
+        if tier.deletes:
+            tier.delete(DOCUMENT, 6)
         counts = tier.tier.counts()
         require(counts.damaged == counts.failed_reads == 0, f"nothing was damaged or failed, and yet: {counts}")
 
@@ -323,8 +328,10 @@ class PromiseChecks(TierOptions, Suite[TierHarness]):
         expect("blocks served after close", tier.get(DOCUMENT), ())
         expect("blocks stored after close", tier.put(document("late", 2)), ())
         expect("separate blocks stored after close", tier.put(SEPARATE), ())
-        expect("blocks deleted after close", tier.delete(DOCUMENT, 0), 0)
-        tier.clear()
+        if tier.deletes:
+            expect("blocks deleted after close", tier.delete(DOCUMENT, 0), 0)
+        if tier.clears:
+            tier.clear()
         tier.tier.health(), tier.tier.counts(), tier.tier.capacity()
         if isinstance(tier.tier, SupportsScan):
             expect("records scanned after close", len(list(tier.tier.scan())), 0)

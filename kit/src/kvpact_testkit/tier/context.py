@@ -75,6 +75,12 @@ class TierOptions:
     reopens = False
     bounded = True
     several_writers = False
+    one_size = False
+    """Every block has `slot_bytes`: the tier keeps no other sizes."""
+    deletes = True
+    """The tier can be told to drop single blocks."""
+    clears = True
+    """The tier can be told to drop all of its namespace."""
     seal: ClassVar[RecordMac] = UNSEALED
 
     gives_up_after = 0.5

@@ -42,7 +42,7 @@ class TierHarness:
         place = place or self.place
         tier = self.suite.open_tier(place)
         self._opened.append(tier)
-        watched = MonitoredTier(tier, place, self.suite.ranks, self.script, label)
+        watched = MonitoredTier(tier, place, self.suite, self.script, label)
         watched.say(f"open(room for {place.capacity_blocks} blocks)")
         return watched
 
@@ -116,6 +116,18 @@ class TierHarness:
     def require_reopening(self) -> None:
         """Raises NotObservable if nothing outlives a tier."""
         observable_if(self.suite.reopens, "the suite says `reopens = False`: nothing outlives the tier")
+
+    def require_deleting(self) -> None:
+        """Raises NotObservable if the tier has nothing that drops single blocks."""
+        observable_if(self.suite.deletes, "the suite says `deletes = False`: nothing drops single blocks")
+
+    def require_clearing(self) -> None:
+        """Raises NotObservable if the tier has nothing that drops all."""
+        observable_if(self.suite.clears, "the suite says `clears = False`: nothing drops all")
+
+    def require_sizes(self) -> None:
+        """Raises NotObservable if the tier keeps blocks of one size only."""
+        observable_if(not self.suite.one_size, "the suite says `one_size = True`: the tier keeps no other sizes")
 
     def end(self) -> None:
         """Release every waiting operation, and close all tiers."""

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpact_testkit.faults import Crash, Fault, Operation
 from kvpact_testkit.results import require
-from kvpact_testkit.sample_blocks import DOCUMENTS, SEPARATE, Document, size_of
+from kvpact_testkit.sample_blocks import DOCUMENTS, SEPARATE, Document
 from kvpact_testkit.tier.context import Damage
 from kvpact_testkit.tier.harness import TierHarness
 from kvpact_testkit.tier.monitor import expect, numbers
@@ -110,6 +110,7 @@ class TierMachine(RuleBasedStateMachine):
         elif some[1]:
             expect("blocks served", arrived, self.of(*some))
 
+    @precondition(lambda self: self.scene.suite.deletes)
     @rule(wanted=st.sampled_from(SUBJECTS), block=st.integers(0, 6))
     def delete(self, wanted: Document, block: int) -> None:
         block = min(block, len(wanted) - 1)
@@ -148,6 +149,7 @@ class TierMachine(RuleBasedStateMachine):
         if self.faulty:
             self.take_over(before if self.tier.refused else self.stored)
 
+    @precondition(lambda self: self.scene.suite.clears)
     @rule()
     def clear(self) -> None:
         with self.dropping():
@@ -186,7 +188,7 @@ class TierMachine(RuleBasedStateMachine):
     def damageable(self, wanted: Document) -> list[int]:
         """The stored blocks whose payload can be damaged."""
         slot = self.place.slot_bytes
-        return [block for block in sorted(self.of(wanted)) if 2 * size_of(wanted.keys[block], slot) >= slot]
+        return [block for block in sorted(self.of(wanted)) if 2 * self.tier.size(wanted.keys[block]) >= slot]
 
     @precondition(lambda self: not self.faulty and len(self.stored) > 1 and any(map(self.damageable, SUBJECTS)))
     @rule(data=st.data())
@@ -221,7 +223,7 @@ class TierMachine(RuleBasedStateMachine):
                     expect(f"blocks held of {wanted.name}, which need those before them", held, range(len(held)))
             self.tier.check_accounts(*DOCUMENTS)
         slot = self.place.slot_bytes
-        nbytes, room = sum(size_of(key, slot) for key in self.stored), self.capacity_blocks * slot
+        nbytes, room = sum(map(self.tier.size, self.stored)), self.capacity_blocks * slot
         require(nbytes <= room, f"{len(self.stored)} blocks of {nbytes} bytes in all are held, with room for {room}")
 
 

@@ -34,7 +34,7 @@ from kvpact_testkit.sample_blocks import (
     first_difference,
     size_of,
 )
-from kvpact_testkit.tier.context import StoreContext
+from kvpact_testkit.tier.context import StoreContext, TierOptions
 from kvpact_testkit.trace import Trace
 
 Result = TypeVar("Result")
@@ -46,16 +46,19 @@ class MonitoredTier:
     Blocks are named by their numbers in a document; without numbers all of them are meant.
     """
 
-    def __init__(self, tier: Tier, place: StoreContext, ranks: int, trace: Trace, label: str = "") -> None:
+    def __init__(self, tier: Tier, place: StoreContext, suite: TierOptions, trace: Trace, label: str = "") -> None:
         self.tier = tier
         self.place = place
-        self._ranks = ranks
+        self._ranks = suite.ranks
+        self._one_size = suite.one_size
         self._trace = trace
         self._label = f"{label}: " if label else ""
         self.keeps_chains = tier.exclusive and isinstance(tier, SupportsPrefix)
         """Whether it holds a block only with its parent."""
         self.has_counts = type(tier).counts is not Tier.counts
         """Whether it counts what goes wrong."""
+        self.deletes, self.clears = suite.deletes, suite.clears
+        """Whether `delete` and `clear` do something."""
         self.refused = False
         """Whether the tier refused the last `delete` or `clear`."""
 
@@ -115,7 +118,7 @@ class MonitoredTier:
         self._locate(wanted, blocks)
         arrived = self._answer("get", wanted, blocks, self.tier.get(keys, buffers, on_progress))
         for block, key, buffer in zip(blocks, keys, buffers, strict=True):
-            wrong = first_difference(buffer, content(key, self._size(key))) if block in arrived else ""
+            wrong = first_difference(buffer, content(key, self.size(key))) if block in arrived else ""
             require(not wrong, f"block {block} of {wanted.name} was served and is not what was stored: {wrong}")
         return arrived
 
@@ -176,14 +179,15 @@ class MonitoredTier:
 
     def empty(self, keys: Sequence[BlockKey], pieces: int | None = None) -> list[BlockBuffer]:
         """Fresh buffers for `keys`, each of its block's size."""
-        return [empty_buffers(1, self._size(key), pieces or self._ranks)[0] for key in keys]
+        return [empty_buffers(1, self.size(key), pieces or self._ranks)[0] for key in keys]
 
     def filled(self, keys: Sequence[BlockKey], pieces: int | None = None) -> list[BlockBuffer]:
         """Buffers with the content of `keys`, each of its block's size."""
-        return [filled_buffers([key], self._size(key), pieces or self._ranks)[0] for key in keys]
+        return [filled_buffers([key], self.size(key), pieces or self._ranks)[0] for key in keys]
 
-    def _size(self, key: BlockKey) -> int:
-        return size_of(key, self.place.slot_bytes)
+    def size(self, key: BlockKey) -> int:
+        """Bytes of a sample block in this tier."""
+        return self.place.slot_bytes if self._one_size else size_of(key, self.place.slot_bytes)
 
     def check_accounts(self, *documents: Document) -> None:
         """Raises Broken unless the tier's own figures agree with what it holds of `documents` and `SEPARATE`, all that
@@ -193,7 +197,7 @@ class MonitoredTier:
         say = f"{len(held)} blocks can be looked up"
         if self.tier.exclusive:
             require(capacity.blocks == len(held), f"{say}, capacity() counts {capacity.blocks}")
-            least = sum(map(self._size, held))
+            least = sum(map(self.size, held))
             said = f"{say}, that is {least} bytes; capacity() says {capacity.used_bytes}"
             require(capacity.used_bytes >= least, said)
         bound = capacity.capacity_bytes or capacity.used_bytes
@@ -214,8 +218,8 @@ class MonitoredTier:
                 "namespace": self.place.namespace.digest,
                 "parent": wanted.keys[block - 1] if wanted.chained and block else ROOT,
                 "depth": block,
-                "length": self._size(key),
-                "digest": self.place.seal.payload_digest([memoryview(content(key, self._size(key)))]),
+                "length": self.size(key),
+                "digest": self.place.seal.payload_digest([memoryview(content(key, self.size(key)))]),
             }
             found = {name: getattr(header, name) for name in right}
             wrong = [

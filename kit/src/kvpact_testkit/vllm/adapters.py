@@ -7,6 +7,7 @@ adapter is judged by its behaviour alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,14 @@ class NaiveAdapter(ConnectorAdapter):
 
 class OffloadingAdapter(ConnectorAdapter):
     """vLLM's OffloadingConnector with the workers of `offloading.py`."""
+
+    def held(self, connector: Any) -> Mapping[str, int]:
+        """How much of host memory transfers pin, by vLLM's own gauge; nothing on releases that have none."""
+        manager = connector.connector_scheduler.manager
+        statistics = getattr(getattr(manager, "primary_tier", manager), "get_stats", lambda: None)()
+        gauges = statistics.data["data"] if statistics is not None else {}
+        pinned = sum(gauges.get("vllm:kv_offload_cpu_cache_usage_perc", {}).values())
+        return {"percent of host memory pinned": ceil(100 * pinned)}
 
     def fail_loads(self, engine: VllmEngine, good_blocks: int) -> bool:
         """A load fails as a whole, whatever `good_blocks`."""
