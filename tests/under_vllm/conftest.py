@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from faulty_engine import FaultyEngine
+from offloading_engines import Offloading
 from references import References
 
 from engines import BLOCK_BY_BLOCK, IN_ONE_PROCESS, EnginePool
@@ -36,6 +38,13 @@ def faulty_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         yield engine
     finally:
         engine.process.discard()  # nothing of it is to be kept
+
+
+@pytest.fixture
+def offloading(tiny_model: Path, tmp_path: Path) -> Iterator[Offloading]:
+    """Starts engines with vLLM's own offloading, for this test alone."""
+    with ExitStack() as started:
+        yield Offloading(tiny_model, tmp_path, started)
 
 
 @pytest.fixture

@@ -60,6 +60,13 @@ class SlabSurgery:
         """One bit in the middle of a block's bytes."""
         self._raw[self._payload(self.slot(tokens, block)).start + self._superblock.slot_bytes // 2] ^= 0x01
 
+    def flip_bytes_of_all(self, count: int) -> int:
+        """`count` bytes in the middle of each block; returns how many blocks there are."""
+        for slot in self._slots.values():
+            start = self._payload(slot).start + self._superblock.slot_bytes // 2
+            self._raw[start : start + count] = bytes(byte ^ 0xFF for byte in self._raw[start : start + count])
+        return len(self._slots)
+
     def flip_header_bit(self, tokens: Sequence[int], block: int) -> None:
         """One bit of the record that describes a block."""
         self._raw[PAGE_BYTES + self.slot(tokens, block) * HEADER_BYTES + 40] ^= 0x01

@@ -203,7 +203,7 @@ class EngineProcess:
         return self._ask(Crowd([list(prompt) for prompt in prompts], **options), timeout).outputs
 
     def metrics(self, timeout: float = 20.0) -> dict[str, float]:
-        """vLLM's own counters by name, such as "vllm:external_prefix_cache_hits"."""
+        """vLLM's own counters by name, such as "vllm:prefix_cache_hits", or "vllm:kvpact_read_blocks{disk}"."""
         return self._ask(ReadMetrics(), timeout).metrics
 
     def receive_outputs(self, timeout: float = GENERATE_TIMEOUT) -> list[Output]:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -81,9 +81,7 @@ def _obey(llm: LLM, command: Generate | Crowd | ReadMetrics | Reset | Call) -> R
         return Reply(done=bool(llm.reset_prefix_cache(reset_connector=command.connector)))
     if isinstance(command, ReadMetrics):
         counters = [metric for metric in llm.get_metrics() if type(metric).__name__ == "Counter"]
-        return Reply(
-            metrics={counter.name: float(counter.value) for counter in counters if not _is_part(counter.labels)}
-        )
+        return Reply(metrics={_name(counter): float(counter.value) for counter in counters})
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -99,9 +97,10 @@ def _obey(llm: LLM, command: Generate | Crowd | ReadMetrics | Reset | Call) -> R
     )
 
 
-def _is_part(labels: dict[str, str]) -> bool:
-    """Whether a counter is one part of several of its name."""
-    return bool(labels.keys() - {"model_name", "engine"})
+def _name(counter: Any) -> str:
+    """One part of several of a name has the values of its labels besides: "vllm:kvpact_read_blocks{disk}"."""
+    values = [value for label, value in counter.labels.items() if label not in ("model_name", "engine")]
+    return counter.name + (f"{{{','.join(values)}}}" if values else "")
 
 
 def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Output]:

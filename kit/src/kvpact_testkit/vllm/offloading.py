@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvpact.vllm.offload import PactTieringSpec
 from kvpact_testkit.device.played import PlayedDevice
 from kvpact_testkit.vllm.played_copies import PlayedWorker
 
@@ -152,3 +153,7 @@ class PlayedSpec(_OnPlayedDevice, CPUOffloadingSpec):
 
 class PlayedTieringSpec(_OnPlayedDevice, TieringOffloadingSpec):
     """Host memory shared with the scheduler's process, and the tiers below it."""
+
+
+class PlayedPactTieringSpec(_OnPlayedDevice, PactTieringSpec):
+    """As `PlayedTieringSpec`, with kvpact's manager, after whose resets no request's older blocks are stored."""

@@ -1,0 +1,258 @@
+"""`PactTier` below the host memory of vLLM's own OffloadingConnector, in real engines over a device that is played.
+
+What an engine answers is compared with what one without it answers from as much of its own prefix cache.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offloading_engines import Offloading, all_of, ask, asked, failed_promotions, metric, wait_until
+from references import References
+from slab_surgery import SlabSurgery
+
+from engines import prompt
+from kvpact.tiers.disk.inspection import verify_slab
+from kvpact_testkit.demo.engine import EngineProcess
+from servers.redis_server import redis_server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+SPEC = "PlayedPactTieringSpec"
+BLOCKS = 3
+ALL = all_of(BLOCKS)
+PROMPTS = range(8100, 8104)
+STORED = BLOCKS * len(PROMPTS)
+
+ROW = 1 << 19
+"""Bytes of a block."""
+
+FLIPPED = 64
+"""Bytes of each block that are damaged."""
+
+DEADLINE = 1.0
+"""Seconds for which a request waits for a tier."""
+
+SLACK = 5.0
+"""Seconds that a busy machine may take besides what it took before."""
+
+AGAIN_SECONDS = 30.0
+"""Seconds within which a store that answers again is used again."""
+
+
+def disk(folder: Path, capacity: str = "64MiB") -> dict[str, Any]:
+    """A disk of kvpact's."""
+    return {"type": "PactTier", "url": f"disk://{folder}?capacity={capacity}"}
+
+
+def slabs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("kvpact/*.slab"))
+
+
+def in_memory(prompts: int) -> int:
+    """Bytes of host memory in which so many prompts have room."""
+    return prompts * BLOCKS * ROW
+
+
+def flip_bytes_of_files(folder: Path) -> int:
+    """In the middle of each file of vLLM's own tier; returns how many there are."""
+    paths = [*folder.rglob("*.bin")]
+    for path in paths:
+        raw = bytearray(path.read_bytes())
+        start = len(raw) // 2
+        raw[start : start + FLIPPED] = bytes(byte ^ 0xFF for byte in raw[start : start + FLIPPED])
+        path.write_bytes(raw)
+    return len(paths)
+
+
+def test_blocks_on_a_disk_outlive_a_kill(offloading: Offloading, references: References, tmp_path: Path) -> None:
+    engine = offloading.engine(SPEC, [disk(tmp_path / "kv")])
+    ask(engine, references, PROMPTS, BLOCKS, 0)
+    wait_until(engine, "written_blocks", STORED)
+    engine.kill()
+    assert offloading.blocks("load") == 0
+    engine = offloading.engine(SPEC, [disk(tmp_path / "kv")])
+    ask(engine, references, PROMPTS, BLOCKS, ALL)
+    assert offloading.blocks("load") == STORED
+    assert offloading.lines("mistakes") == []
+
+
+@pytest.mark.proof
+def test_h22_damaged_blocks_are_read_once_computed_and_stored_again(
+    offloading: Offloading, references: References, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = disk(tmp_path / "kv"), {"type": "fs", "root_dir": str(tmp_path / "files")}
+    engine = offloading.engine(SPEC, [ours, theirs])
+    ask(engine, references, PROMPTS, BLOCKS, 0)
+    wait_until(engine, "written_blocks", STORED)
+    engine.stop()
+    (slab,) = slabs(tmp_path / "kv")
+    surgery = SlabSurgery(slab)
+    assert surgery.flip_bytes_of_all(FLIPPED) == flip_bytes_of_files(tmp_path / "files") == STORED
+    surgery.write()
+
+    engine = offloading.engine(SPEC, [ours])
+    ask(engine, references, PROMPTS, BLOCKS, 0)
+    assert offloading.blocks("load") == 0
+    wait_until(engine, "written_blocks", STORED)
+    ask(engine, references, PROMPTS, BLOCKS, ALL)
+    wait_until(engine, "damaged_records", STORED)
+    assert failed_promotions(engine) == len(PROMPTS), "none is read twice"
+    assert metric(engine, "read_blocks") == 0, "the answers come from host memory"
+    engine.stop()
+
+    engine = offloading.engine(SPEC, [ours])
+    ask(engine, references, PROMPTS, BLOCKS, ALL)
+    wait_until(engine, "read_blocks", STORED)
+    engine.stop()
+    assert not verify_slab(slab).damaged
+    assert offloading.lines("mistakes") == []
+
+    engine = offloading.engine(SPEC, [theirs])
+    outputs = {number: asked(engine, number, BLOCKS) for number in PROMPTS}
+    served = sum(output.cached_tokens for output in outputs.values()) // all_of(1)
+    wrong = [number for number, output in outputs.items() if not references.agree(prompt(number, BLOCKS), output)]
+    with capsys.disabled():
+        print(f"\nvLLM's fs: {served} of {STORED} damaged blocks served, {len(wrong)} of {len(outputs)} answers wrong")
+
+
+def overwrite_weights(model: Path) -> None:
+    """Other values, so other keys and values of each token, under the same names."""
+    from safetensors.torch import load_file, save_file
+
+    (path,) = model.glob("*.safetensors")
+    tensors = load_file(path)
+    save_file(
+        {name: -tensor if "v_proj" in name else tensor for name, tensor in tensors.items()}, path, {"format": "pt"}
+    )
+
+
+@pytest.mark.proof
+def test_h32_nothing_of_other_weights_or_from_before_a_reset_is_served(
+    offloading: Offloading, references: References, tiny_model: Path, tmp_path: Path
+) -> None:
+    model, tiers = tmp_path / "model", [disk(tmp_path / "kv")]
+    shutil.copytree(tiny_model, model)
+    engine = offloading.engine(SPEC, tiers, model=model)
+    ask(engine, references, PROMPTS, BLOCKS, 0)
+    wait_until(engine, "written_blocks", STORED)
+    engine.reset_prefix_cache(reset_connector=True)
+    ask(engine, references, PROMPTS, BLOCKS, 0)
+    assert offloading.blocks("load") == 0
+    ask(engine, references, PROMPTS, BLOCKS, ALL)
+    engine.stop()
+
+    loads = offloading.blocks("load")
+    overwrite_weights(model)
+    engine = offloading.engine(SPEC, tiers, model=model)
+    computed = [asked(engine, number, BLOCKS) for number in PROMPTS]
+    assert [output.cached_tokens for output in computed] == [0] * len(PROMPTS)
+    assert not any(references.agree(prompt(*each), output) for each, output in zip(ASKED, computed, strict=True))
+    assert offloading.blocks("load") == loads
+    engine.stop()
+
+    shutil.rmtree(model)
+    shutil.copytree(tiny_model, model)
+    engine = offloading.engine(SPEC, tiers, model=model)
+    ask(engine, references, PROMPTS, BLOCKS, ALL)
+    wait_until(engine, "read_blocks", STORED)
+    assert offloading.lines("mistakes") == []
+
+
+ASKED = [(number, BLOCKS) for number in PROMPTS]
+
+
+def seconds_of(engine: EngineProcess, references: References, number: int) -> float:
+    """What a request takes of which nothing comes from outside."""
+    output = asked(engine, number, BLOCKS)
+    assert output.cached_tokens == 0
+    assert references.agree(prompt(number, BLOCKS), output)
+    return output.seconds
+
+
+def until_loaded(engine: EngineProcess, references: References, numbers: list[int]) -> None:
+    """A store that is there again is used again: ask prompts until one comes from it."""
+    until = time.monotonic() + AGAIN_SECONDS
+    for number in numbers:
+        if ask(engine, references, [number], BLOCKS) == [ALL]:
+            return
+        assert time.monotonic() < until, "the store is not used again"
+        time.sleep(1.0)
+    pytest.fail("the store is not used again")
+
+
+@pytest.mark.proof
+def test_h58_a_redis_that_hangs_costs_the_deadline_and_no_more(
+    offloading: Offloading, references: References, tmp_path: Path
+) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        tiers = [{"type": "PactTier", "url": f"redis://{server.address}/0", "prepare_deadline": DEADLINE}]
+        first, looked_up, again = [*PROMPTS], 8110, [*range(8111, 8115)]
+        engine = offloading.engine(SPEC, tiers)
+        cold = max(seconds_of(engine, references, number) for number in [*first, looked_up, *again])
+        wait_until(engine, "written_blocks", BLOCKS * len([*first, looked_up, *again]))
+        engine.stop()
+
+        engine = offloading.engine(SPEC, tiers, memory=in_memory(2))
+        ask(engine, references, first, BLOCKS, ALL)
+        wait_until(engine, "read_blocks", STORED)
+
+        server.pause()
+        assert DEADLINE <= seconds_of(engine, references, looked_up) < DEADLINE + cold + SLACK
+        assert failed_promotions(engine) == 0, "it was the lookup that hung"
+        server.go_on()
+        until_loaded(engine, references, again)
+
+        server.pause()
+        assert DEADLINE <= seconds_of(engine, references, first[0]) < DEADLINE + cold + SLACK
+        server.go_on()
+        wait_until(engine, "tier_failures", 0)
+        assert failed_promotions(engine) == 1, "it was a read that hung"
+        until_loaded(engine, references, first[1:])
+        assert offloading.lines("mistakes") == []
+
+
+@pytest.mark.proof
+def test_h50_a_disk_keeps_to_its_capacity_and_what_is_old_goes(
+    offloading: Offloading, references: References, tmp_path: Path
+) -> None:
+    capacity = 16 << 20
+    numbers = [*range(8200, 8216)]
+    engine = offloading.engine(SPEC, [disk(tmp_path / "kv", "16MiB")], memory=in_memory(2))
+    for number in numbers:
+        ask(engine, references, [number], BLOCKS, 0)
+        assert sum(512 * path.stat().st_blocks for path in slabs(tmp_path / "kv")) <= capacity
+    wait_until(engine, "written_blocks", BLOCKS * len(numbers))
+    held = capacity // ROW // BLOCKS - 1
+    ask(engine, references, numbers[-held:-2], BLOCKS, ALL)
+    assert sum(ask(engine, references, numbers[:held], BLOCKS)) < held * ALL // 2, "the oldest are gone"
+    assert metric(engine, "evicted_blocks") >= BLOCKS * len(numbers) - capacity // ROW
+    assert offloading.lines("mistakes") == []
+
+
+@pytest.mark.proof
+def test_h59_two_engines_at_once_share_a_folder(offloading: Offloading, references: References, tmp_path: Path) -> None:
+    mine, yours, ours = [*PROMPTS][:2], [*PROMPTS][2:], 8300
+    tiers = [disk(tmp_path / "kv")]
+    one, other = (offloading.engine(SPEC, tiers) for _ in range(2))
+    for my, your in zip(mine, yours, strict=True):
+        one.reset_prefix_cache()
+        other.reset_prefix_cache()
+        one.send_prompts([prompt(my, BLOCKS), prompt(ours, BLOCKS)])
+        other.send_prompts([prompt(your, BLOCKS), prompt(ours, BLOCKS)])
+        for engine, number in ((one, my), (other, your)):
+            for output, its in zip(engine.receive_outputs(), (number, ours), strict=True):
+                assert references.agree(prompt(its, BLOCKS), output)
+    time.sleep(1.0)
+    ask(one, references, yours, BLOCKS, ALL)
+    ask(other, references, mine, BLOCKS, ALL)
+    one.kill()
+    other.kill()
+    engine = offloading.engine(SPEC, tiers)
+    ask(engine, references, [*PROMPTS, ours], BLOCKS, ALL)
+    assert not any(verify_slab(slab).damaged for slab in slabs(tmp_path / "kv"))
+    assert offloading.lines("mistakes") == []
