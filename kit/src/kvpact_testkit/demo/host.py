@@ -100,7 +100,7 @@ def _obey(llm: LLM, command: Generate | Crowd | ReadMetrics | Reset | Call) -> R
 def _name(counter: Any) -> str:
     """One part of several of a name has the values of its labels besides: "vllm:kvpact_read_blocks{disk}"."""
     values = [value for label, value in counter.labels.items() if label not in ("model_name", "engine")]
-    return counter.name + (f"{{{','.join(values)}}}" if values else "")
+    return str(counter.name) + (f"{{{','.join(values)}}}" if values else "")
 
 
 def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Output]:

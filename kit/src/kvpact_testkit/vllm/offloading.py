@@ -156,4 +156,4 @@ class PlayedTieringSpec(_OnPlayedDevice, TieringOffloadingSpec):
 
 
 class PlayedPactTieringSpec(_OnPlayedDevice, PactTieringSpec):
-    """As `PlayedTieringSpec`, with kvpact's manager, after whose resets no request's older blocks are stored."""
+    """A `PlayedTieringSpec` with kvpact's manager, after whose resets no request's older blocks are stored."""
