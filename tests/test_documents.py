@@ -67,9 +67,14 @@ _INSTALLS = (
     "installs from a package index; test_install.py runs the commands with what kvpact asks for, and nothing else"
 )
 _ON_A_GPU = "needs a GPU or a registry; test_gpu_command.py and test_pack.py run the scripts with stand-ins"
-_OF_A_PEER = "needs LMCache or SGLang, which kvpact asks for nowhere; run by hand on the page's date, with its releases"
+_OF_A_PEER = (
+    "needs LMCache, SGLang or nixl, which kvpact asks for nowhere; run by hand on the page's date, with its releases"
+)
 NOT_RUN = {
     (PEERS, "kvpact conformance --peers"): "judges all peers, for minutes; test_peers.py runs the command on stand-ins",
+    (PEERS, "server = ThreadedMotoServer("): _OF_A_PEER,
+    (PEERS, "memory[0] = 8"): _OF_A_PEER,
+    (PEERS, 'os.environ.pop("NIXL_TELEMETRY_ENABLE")'): _OF_A_PEER,
     (PEERS, "FSL2Adapter(FSL2AdapterConfig"): _OF_A_PEER,
     (PEERS, "adapter.submit_load_task(keys, loaded"): _OF_A_PEER,
     (PEERS, "adapter.query_lookup_and_lock_result"): _OF_A_PEER,

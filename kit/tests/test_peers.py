@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -170,7 +171,7 @@ def of_vllm(page: list[Block]) -> Iterator[tuple[str, str]]:
         elif "OffloadingConnectorWorker(N(" in block.text:
             yield block.text, shown.text
             return
-        elif block.language == "python":
+        elif block.language == "python" and not re.search(r"s3\.|ObjectStore", block.text):
             yield before + block.text, shown.text
 
 

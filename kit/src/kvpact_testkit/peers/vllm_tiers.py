@@ -101,6 +101,8 @@ class VllmTier(PeerTier):
     ) -> list[bool]:
         """A job for each block, as a job ends at its first block that fails."""
         with self._lock:
+            if self.closed:
+                return [False] * len(keys)
             numbers = [next(self._numbers) for _ in keys]
             context = ReqContext(req_id=str(next(self._numbers)))
             for number, key, row in zip(numbers, keys, rows, strict=True):
