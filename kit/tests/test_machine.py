@@ -141,7 +141,7 @@ def test_what_a_random_play_breaks_is_shrunk_to_a_few_calls_that_break_it_again_
     assert second is not None
     assert first.script == second.script
     assert 3 < len(first.script) < 60
-    assert len(first.calls) < 30
+    assert len(first.calls) < 40  # of 60; epochs are drawn, so that it is not the same in every process
     again = perform(factory, first.settings, first.calls)
     assert again is not None
     assert again.protects == first.protects
