@@ -20,6 +20,7 @@ from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import BlockBuffer, Entry, chained, leading
 from kvpact.tiers.disk.slab import PAGE_BYTES, SLAB_FORMAT, SLAB_MAGIC, Superblock
 from kvpact.tiers.disk.tier import DiskTier
+from kvpact_testkit.peers.own import overwrite as overwrite
 
 SLOT = 8192
 NAMESPACE = Namespace({"model": "tiny", "dtype": "bfloat16", "block_size": "16"})
@@ -146,15 +147,6 @@ def served_each(tier: DiskTier, keys: Sequence[BlockKey], slot_bytes: int = SLOT
 
 def slot_of(tier: DiskTier, key: BlockKey) -> int:
     return next(header.slot for header in tier.scan() if header.key == key)
-
-
-def overwrite(path: Path, offset: int, data: bytes) -> None:
-    """What a bad disk or a careless person does to a file, past all locks."""
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.pwrite(descriptor, data, offset)
-    finally:
-        os.close(descriptor)
 
 
 def layout(path: Path) -> Superblock:

@@ -134,21 +134,21 @@ def test_a_script_of_calls_that_breaks_something_can_be_played() -> None:
 def test_what_a_random_play_breaks_is_shrunk_to_a_few_calls_that_break_it_again_in_the_same_way_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(random_plays, "SHRINK_TRIES", 100)
+    monkeypatch.setattr(random_plays, "SHRINK_TRIES", 200)  # drawn epochs: a process may need more than another
     factory = made_of(TrustsTheFirstRank)
     first, second = (random_play(factory, 0, 60, plays=20) for _ in range(2))
     assert first is not None
     assert second is not None
     assert first.script == second.script
     assert 3 < len(first.script) < 60
-    assert len(first.calls) < 40  # of 60; epochs are drawn, so that it is not the same in every process
+    assert len(first.calls) < 30
     again = perform(factory, first.settings, first.calls)
     assert again is not None
     assert again.protects == first.protects
 
 
 def test_a_soak_that_fails_names_the_seed_and_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_plays, "SHRINK_TRIES", 100)
+    monkeypatch.setattr(random_plays, "SHRINK_TRIES", 200)  # drawn epochs: a process may need more than another
     factory = made_of(TrustsTheFirstRank)
     with pytest.raises(SoakFailure, match=r"broken, seed \d+") as caught:
         soak(100_000, {"broken": factory})

@@ -20,7 +20,7 @@ from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.memory.arena import Arena
 from kvpact.metrics import Metrics
-from kvpact.tiers.client import Deleted, LentSlots, TierClient
+from kvpact.tiers.client import Deleted, LentSlots, TierClient, observe_tiers
 from kvpact.tiers.executor import OpId, TierExecutor
 from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, REFUTED_SECONDS, LRUKeySet
 
@@ -195,23 +195,8 @@ class TierSet:
     def observe(self) -> None:
         """Update the tiers' gauges and totals; tiers of one kind share their series."""
         for name in {client.name for client in self.clients}:
-            self._observe(name)
-
-    def _observe(self, name: str) -> None:
-        clients = [client for client in self.clients if client.name == name]
-        capacities = [client.capacity() for client in clients]
-        counts = [client.counts() for client in clients]
-        metrics = self.metrics
-        slots = sum(capacity.capacity_bytes for capacity in capacities) // self.arena.slot_bytes
-        metrics.set("capacity_blocks", slots, name)
-        metrics.set("held_blocks", sum(capacity.blocks for capacity in capacities), name)
-        metrics.set("used_bytes", sum(capacity.used_bytes for capacity in capacities), name)
-        metrics.set("queued_write_bytes", sum(client.executor.pending_write_bytes for client in clients), name)
-        metrics.set("open_breakers", sum(client.is_open for client in clients), name)
-        metrics.set("lookup_seconds", max(client.costs.lookup_seconds for client in clients), name)
-        metrics.set("read_bytes_per_second", max(client.costs.bytes_per_second for client in clients), name)
-        metrics.raise_to("damaged_records", sum(count.damaged for count in counts), name)
-        metrics.raise_to("evicted_blocks", sum(count.evicted for count in counts), name)
+            clients = [client for client in self.clients if client.name == name]
+            observe_tiers(self.metrics, clients, self.arena.slot_bytes)
 
     def close(self, timeout: float) -> bool:
         """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed."""

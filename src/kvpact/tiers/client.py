@@ -46,6 +46,13 @@ class Counters(Protocol):
     def add(self, name: str, amount: int = 1, label: str = "") -> None: ...
 
 
+class Gauges(Protocol):
+    """What `observe_tiers` needs of the metrics."""
+
+    def set(self, name: str, value: float, label: str = "") -> None: ...
+    def raise_to(self, name: str, total: int, label: str = "") -> None: ...
+
+
 class LentSlots:
     """How many of `total` slots are lent to each tier, and how many more each may borrow."""
 
@@ -409,3 +416,19 @@ class TierClient:
     def _warn_once(self, what: str, error: Exception) -> None:
         text = "tier %s: %s raised; further ones are not logged"
         self._warned.log(what, logging.WARNING, text, self.name, what, error=error)
+
+
+def observe_tiers(metrics: Gauges, clients: Sequence[TierClient], block_bytes: int) -> None:
+    """Update the gauges and totals of tiers of one kind, which share their series."""
+    name = clients[0].name
+    capacities = [client.capacity() for client in clients]
+    counts = [client.counts() for client in clients]
+    metrics.set("capacity_blocks", sum(capacity.capacity_bytes for capacity in capacities) // block_bytes, name)
+    metrics.set("held_blocks", sum(capacity.blocks for capacity in capacities), name)
+    metrics.set("used_bytes", sum(capacity.used_bytes for capacity in capacities), name)
+    metrics.set("queued_write_bytes", sum(client.executor.pending_write_bytes for client in clients), name)
+    metrics.set("open_breakers", sum(client.is_open for client in clients), name)
+    metrics.set("lookup_seconds", max(client.costs.lookup_seconds for client in clients), name)
+    metrics.set("read_bytes_per_second", max(client.costs.bytes_per_second for client in clients), name)
+    metrics.raise_to("damaged_records", sum(count.damaged for count in counts), name)
+    metrics.raise_to("evicted_blocks", sum(count.evicted for count in counts), name)

@@ -40,7 +40,7 @@ class DiskSuite(TierConformance):
         def pwritev(descriptor: int, views: list[memoryview], offset: int) -> int:
             def torn(part: float) -> None:
                 whole = b"".join(views)
-                _overwrite(Path(f"/proc/self/fd/{descriptor}"), offset, whole[: int(len(whole) * part)])
+                overwrite(Path(f"/proc/self/fd/{descriptor}"), offset, whole[: int(len(whole) * part)])
 
             faults.before_write(torn=torn)
             return os.pwritev(descriptor, views, offset)
@@ -65,16 +65,16 @@ class DiskSuite(TierConformance):
         payload_at = layout.file_bytes(slot)
         half = place.slot_bytes // 2
         if how is Damage.FLIPPED:
-            _overwrite(path, payload_at + 100, bytes([raw[payload_at + 100] ^ 1]))
+            overwrite(path, payload_at + 100, bytes([raw[payload_at + 100] ^ 1]))
         elif how is Damage.GARBAGE:
-            _overwrite(path, payload_at, b"?" * place.slot_bytes)
+            overwrite(path, payload_at, b"?" * place.slot_bytes)
         elif how is Damage.TORN:
-            _overwrite(path, payload_at + half, bytes(half))
+            overwrite(path, payload_at + half, bytes(half))
         elif how is Damage.HEADER:
-            _overwrite(path, PAGE_BYTES + slot * HEADER_BYTES + 120, bytes([headers[slot][120] ^ 1]))
+            overwrite(path, PAGE_BYTES + slot * HEADER_BYTES + 120, bytes([headers[slot][120] ^ 1]))
         elif how is Damage.MISPLACED:
             other = next((other for other, header in enumerate(headers) if any(header) and other != slot), slot)
-            _overwrite(path, payload_at, raw[layout.file_bytes(other) :][: place.slot_bytes])
+            overwrite(path, payload_at, raw[layout.file_bytes(other) :][: place.slot_bytes])
         else:
             return False
         return True
@@ -84,7 +84,7 @@ def _slots(place: StoreContext, capacity: int) -> int:
     return Superblock.for_capacity(place.namespace, place.slot_bytes, capacity).slots_in(capacity)
 
 
-def _overwrite(path: Path, offset: int, data: bytes) -> None:
+def overwrite(path: Path, offset: int, data: bytes) -> None:
     """What a bad disk does, past all locks."""
     descriptor = os.open(path, os.O_WRONLY)
     try:

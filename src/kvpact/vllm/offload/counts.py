@@ -5,14 +5,13 @@ Owns which of them a tier has here, and that each is told as often as it changes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
 from kvpact.metrics import METRICS, Metric, Metrics, series
-from kvpact.tiers.client import TierClient
+from kvpact.tiers.client import TierClient, observe_tiers
 
 NAMES: Final = frozenset(
     {
@@ -57,7 +56,7 @@ class TierStats:
         if now < self._due_at:
             return None
         self._due_at = now + INTERVAL_SECONDS
-        self._observe()
+        observe_tiers(self._metrics, [self._client], self._row_bytes)
         label, shot, stats = self._client.name, self._metrics.snapshot(), OffloadingConnectorStats()
         for metric in TOLD:
             name, value = series(metric.name, label), shot[series(metric.name, label)]
@@ -67,18 +66,3 @@ class TierStats:
                 tell(f"vllm:kvpact_{metric.name}", value if metric.kind == "gauge" else change, (label,))
             self._last[name] = value
         return stats
-
-    def _observe(self) -> None:
-        client, metrics = self._client, self._metrics
-        capacity, counts = client.capacity(), client.counts()
-        gauges: Mapping[str, float] = {
-            "capacity_blocks": capacity.capacity_bytes // self._row_bytes,
-            "held_blocks": capacity.blocks,
-            "used_bytes": capacity.used_bytes,
-            "queued_write_bytes": client.executor.pending_write_bytes,
-            "open_breakers": client.is_open,
-        }
-        for name, value in gauges.items():
-            metrics.set(name, value, client.name)
-        metrics.raise_to("damaged_records", counts.damaged, client.name)
-        metrics.raise_to("evicted_blocks", counts.evicted, client.name)
