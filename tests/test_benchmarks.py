@@ -32,7 +32,16 @@ def test_without_a_name_each_benchmark_is_listed_with_one_line() -> None:
     ended = run()
     assert ended.returncode == 0, ended.stderr
     listed = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines()[2:])
-    helpers = {"__init__", "__main__", "cold_costs", "e2e_engines", "e2e_runs", "measured_hooks", "needs"}
+    helpers = {
+        "__init__",
+        "__main__",
+        "cold_costs",
+        "e2e_engines",
+        "e2e_runs",
+        "measured_hooks",
+        "needs",
+        "offload_specs",
+    }
     helpers |= {"scheduler_halves", "table"}
     assert len(listed) == len({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers)
     assert all(len(line) > 20 for line in listed.values())

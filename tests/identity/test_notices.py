@@ -15,6 +15,12 @@ from kvpact.identity.notices import MAX_WORD_BYTES, WORD_CHECK, Notice, NoticeRe
 from kvpact.memory.arena import ArenaSegment, SegmentAddress
 
 PIECE = 2 * 4096
+MOST_CALLS = 30
+
+
+class Calls:
+    def nothing(self) -> None:
+        """What a call takes."""
 
 
 @pytest.fixture
@@ -119,8 +125,9 @@ def test_another_process_hears_it_at_once_and_a_dead_one_has_said_it() -> None:
     segment.close()
 
 
-def test_nothing_new_is_found_within_a_microsecond(segments: list[ArenaSegment]) -> None:
-    """Asked in every hook. The best of several rounds: others compute here too."""
+def test_nothing_new_is_found_in_the_time_of_a_few_calls(segments: list[ArenaSegment]) -> None:
+    """Asked in every hook: 1 us where a call of a method takes 50 ns. The best of rounds: others compute here too."""
     reader, _ = both(segments)
     reader.look()
-    assert min(timeit.repeat(reader.look, number=2000, repeat=20)) / 2000 < 1e-6
+    looks, calls = (min(timeit.repeat(call, number=2000, repeat=20)) for call in (reader.look, Calls().nothing))
+    assert looks < MOST_CALLS * calls

@@ -1,6 +1,7 @@
-"""vLLM's own tests of its copies between a GPU and host memory, on the device that is played.
+"""vLLM's own tests of its offloading: of its copies, on the device that is played, and of its tiers, with `PactTier`.
 
-Which they are is in `upstream_tests.toml`; each has a device of its own, which copies late and in any order.
+Which the first are is in `upstream_tests.toml`; each has a device of its own, which copies late and in any order.
+Each of the others has tiers of its own, in the place of vLLM's example of a tier.
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ CHOICE = choice()
 WORKER = "vllm/v1/kv_offload/cpu/gpu_worker.py"
 FENCE = "stream.wait_stream(current_platform.current_stream())"
 OF_THE_FENCE = "tests/v1/kv_offload/cpu/test_gpu_worker.py::test_load_waits_for_pending_compute_stream_writes"
+
+TIERING = "tests/v1/kv_offload/tiering/test_tiering_offloading.py"
+UNLIKE_THE_EXAMPLE = {
+    "TestExampleSecondaryTierManager::test_config_info_keys_match_the_filled_values": "the example's own setting",
+    "TestTieringOffloadingManager::test_reset_holds_promotions_until_flushed": "nothing from before a reset is found",
+    "TestTieringOffloadingManager::test_tier_filter_allows_matching_secondary[explicit_cpu]": "it is storage",
+    "TestTieringOffloadingManager::test_tier_filter_skips_filtered_secondary[non_matching_medium]": "it is storage",
+}
+"""Tests that ask of a tier what `PactTier` is not -> why."""
 
 pytestmark = [
     pytest.mark.proof,
@@ -39,3 +49,10 @@ def test_without_vllms_fence_its_own_test_finds_wrong_bytes_there() -> None:
         (tree / WORKER).write_text(source.replace(FENCE, "pass"))
         outcomes = run(tree, [OF_THE_FENCE], CHOICE.left_out, on_played_device=True)
     assert outcomes.named("failed") == {OF_THE_FENCE}
+
+
+def test_vllms_tests_of_its_tiering_pass_with_pact_tier() -> None:
+    with patched(fetch_source(), None) as tree:
+        outcomes = run(tree, [TIERING], [], with_pact_tier=True)
+    assert outcomes.named("failed") == {f"{TIERING}::{name}" for name in UNLIKE_THE_EXAMPLE}
+    assert len(outcomes.named("passed")) == 68

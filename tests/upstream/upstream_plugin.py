@@ -1,7 +1,8 @@
 """For the pytest that runs vLLM's own tests: leaves out what cannot run here, and writes down how each test ended.
 
 It is given as the environment variable KVPACT_UPSTREAM_RUN: a JSON file with the tests to leave out (`unrunnable`),
-the file for the outcomes (`outcomes`), and whether each test finds a device that is played (`on_played_device`).
+the file for the outcomes (`outcomes`), whether each test finds a device that is played (`on_played_device`), and
+whether vLLM's example of a tier is a `PactTier` (`with_pact_tier`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -37,6 +39,12 @@ def pytest_configure() -> None:
         collecting.enter_context(patch.object(torch.cuda, "is_available", lambda: True))
         for name, instead in (("device_type", "cuda"), ("is_cuda", lambda: True), ("is_cuda_alike", lambda: True)):
             collecting.enter_context(patch.object(current_platform, name, instead, create=True))
+    if RUN["with_pact_tier"]:
+        sys.path.append(str(Path(__file__).parents[1] / "under_vllm"))
+        from pact_as_example import PactAsExample
+        from vllm.v1.kv_offload.tiering.example import manager
+
+        collecting.enter_context(patch.object(manager, "ExampleSecondaryTierManager", PactAsExample))
 
 
 @pytest.fixture(autouse=True)

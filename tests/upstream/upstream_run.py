@@ -90,7 +90,14 @@ class Outcomes:
 OF_NO_INTEREST = ("passed", "left out")
 
 
-def run(tree: Path, files: Iterable[str], unrunnable: Collection[str], *, on_played_device: bool = False) -> Outcomes:
+def run(
+    tree: Path,
+    files: Iterable[str],
+    unrunnable: Collection[str],
+    *,
+    on_played_device: bool = False,
+    with_pact_tier: bool = False,
+) -> Outcomes:
     """Run the test files in one process. Raises RuntimeError if pytest does not come to its end.
 
     A file that is named as unrunnable is not even imported.
@@ -98,7 +105,12 @@ def run(tree: Path, files: Iterable[str], unrunnable: Collection[str], *, on_pla
     files = [name for name in files if name not in unrunnable]
     with tempfile.TemporaryDirectory(prefix="kvpact-upstream-") as scratch:
         outcomes, order = Path(scratch, "outcomes.json"), Path(scratch, "run.json")
-        orders = {"unrunnable": [*unrunnable], "outcomes": str(outcomes), "on_played_device": on_played_device}
+        orders = {
+            "unrunnable": [*unrunnable],
+            "outcomes": str(outcomes),
+            "on_played_device": on_played_device,
+            "with_pact_tier": with_pact_tier,
+        }
         order.write_text(json.dumps(orders))
         command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-p", "no:valkey"]
         try:

@@ -88,6 +88,8 @@ class MemcpySpec(CPUOffloadingSpec):
 class MemcpyTieringSpec(TieringOffloadingSpec):
     """Host memory shared with the scheduler's process, and the tiers below it."""
 
+    worker_class = MemcpyWorker
+
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """The worker of this rank."""
         memory = [tensor.tensor for tensor in kv_caches.tensors]
@@ -98,7 +100,7 @@ class MemcpyTieringSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        return MemcpyWorker(
+        return self.worker_class(
             memory, [region.create_next_worker_view(tensor.shape[1]) for tensor in memory], region.cleanup
         )
 
