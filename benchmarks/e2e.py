@@ -151,7 +151,7 @@ class Comparison:
             redis.note(self._warm_up)
         for number, prompt in enumerate((*self._asked.once, *self._asked.again)):
             say(f"{prompt.tokens} tokens, cold, {prompt.number + 1}")
-            for runner in _in_turns(self._living(runners), number):
+            for runner in in_turns(self._living(runners), number):
                 with runner.turn():
                     self.cold[prompt.tokens, runner.name][prompt.name] = runner.ask_cold(prompt)
                     if runner.name == NO_CACHE.name:
@@ -165,7 +165,7 @@ class Comparison:
         for number in range(self._rounds):
             say(f"warm, round {number + 1} of {self._rounds}")
             for at, prompt in enumerate(self._asked.again):
-                for runner in _in_turns(self._living(runners), number + at):
+                for runner in in_turns(self._living(runners), number + at):
                     if runner.name == NO_CACHE.name:
                         with runner.turn():
                             self.local[prompt.tokens].append(runner.ask_local(prompt).first_token_seconds * 1e3)
@@ -199,7 +199,7 @@ class Comparison:
                 yield warm_row(tokens, what, source, warm)
 
 
-def _in_turns(runners: Sequence[Runner], number: int) -> Iterator[Runner]:
+def in_turns(runners: Sequence[Runner], number: int) -> Iterator[Runner]:
     """Another one begins each time."""
     at = number % len(runners)
     yield from (*runners[at:], *runners[:at])

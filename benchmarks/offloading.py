@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.e2e import NARROW, WIDE, Asked, _in_turns, say
+from benchmarks.e2e import NARROW, WIDE, Asked, in_turns, say
 from benchmarks.e2e_engines import KVPACT, KVPACT_AGAIN, NO_CACHE, Run, Subject, disk_folder
 from benchmarks.e2e_runs import BLOCK, WAKE_UP, Prompt, RawDisk, Runner, judge, started
 from benchmarks.needs import find_testbeds
@@ -149,7 +149,7 @@ class Comparison:
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
                 for at, prompt in enumerate(self._prompts):
-                    for runner in _in_turns(runners, number + at):
+                    for runner in in_turns(runners, number + at):
                         raw_ms = raw.seconds(prompt) * 1e3
                         name = runner.name
                         if name == "fs" and number % 2:

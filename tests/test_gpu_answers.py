@@ -73,7 +73,7 @@ def test_the_log_says_whether_memory_was_pinned_during_a_capture(
 
 
 @pytest.mark.engine
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_cpu_engine_answers_the_same_with_kvpact(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")

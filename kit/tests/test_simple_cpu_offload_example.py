@@ -305,7 +305,7 @@ def test_everything_at_once_breaks_nothing_where_host_memory_is_short(config: di
 @pytest.mark.parametrize("release", [release for release in RELEASES if release >= "0.33"])
 @pytest.mark.skipif(installed_release() >= "0.33", reason="this release is the installed one")
 @pytest.mark.timeout(900)
-@pytest.mark.proof
+@pytest.mark.soak
 def test_the_release_after_the_installed_one_keeps_the_same_scenarios(release: str) -> None:
     report = run_on_release(release, CONNECTOR)
     assert not report.broken, as_text(report)

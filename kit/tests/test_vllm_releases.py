@@ -37,7 +37,7 @@ def not_there(release: str) -> set[str]:
 
 OTHERS = [release for release in RELEASES if release != installed_release()]
 ENDS = (OTHERS[0], OTHERS[-1])
-"""Of vLLM's own scheduler those between are run in the soak; kvpact's class is proven on all."""
+"""Those between are run in the soak."""
 
 CLASS = "kvpact.vllm.scheduler.pact_scheduler"
 
@@ -45,8 +45,9 @@ CLASS = "kvpact.vllm.scheduler.pact_scheduler"
 @pytest.mark.parametrize(
     ("release", "scheduler"),
     [
-        *(pytest.param(one, "", marks=pytest.mark.proof if one in ENDS else pytest.mark.soak) for one in OTHERS),
-        *(pytest.param(one, CLASS, marks=pytest.mark.proof) for one in RELEASES),
+        pytest.param(release, scheduler, marks=pytest.mark.proof if release in ENDS else pytest.mark.soak)
+        for scheduler, releases in (("", OTHERS), (CLASS, RELEASES))
+        for release in releases
     ],
 )
 @pytest.mark.timeout(900)

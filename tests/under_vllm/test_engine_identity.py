@@ -22,7 +22,7 @@ from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.model import TINY_SHAPE
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 TRAINED = 8 * BLOCK

@@ -225,7 +225,7 @@ def test_h58_a_redis_that_hangs_costs_the_deadline_and_no_more(
         assert offloading.lines("mistakes") == []
 
 
-@pytest.mark.proof
+@pytest.mark.soak  # without an engine it is in test_offload_tier.py
 def test_h50_a_disk_keeps_to_its_capacity_and_what_is_old_goes(
     offloading: Offloading, references: References, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ class PactAsExample(PactTier):
         """`offloading_spec` is a mock in the tests that use an example, `custom_param` the example's own."""
         self._folder = TemporaryDirectory(prefix="kvpact-example-")
         url = f"disk://{self._folder.name}?capacity=1MiB"
-        rows = memoryview(np.zeros((len(primary_kv_view), PAGESIZE), np.int8))  # vLLM's have whole pages, a mock's not
+        rows = np.zeros((len(primary_kv_view), PAGESIZE), np.int8).data  # vLLM's have whole pages, a mock's not
         super().__init__(spec_of({"url": url}), rows, tier_type, url=url, model_id="w", **named)
         self.completed_jobs: list[JobResult] = []
         self.chunks = _Chunks(self)
