@@ -46,7 +46,7 @@ def run_python(directory: Path, *command: str | Path) -> str:
     return ran.stdout
 
 
-@pytest.mark.soak  # the offline example, below, is much the same program
+@pytest.mark.soak
 def test_the_page_on_configuration_starts_an_engine(tiny_model: Path, tmp_path: Path) -> None:
     """And the engine answers."""
     text = filled_in(
@@ -70,7 +70,7 @@ def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) 
     assert first == second
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_the_second_run_of_the_offline_example_finds_the_first_ones_blocks(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,11 +68,13 @@ def test_windows_are_served_from_a_memory_that_is_too_small(tiny_model: Path, tm
     assert stats["leases_held"] == stats["hook_errors"] == 0
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("family", "side_blocks", "environment"),
-    [(gemma_like, 6, {}), (gpt_oss_like, 2, {}), (llama4_like, 3, CHUNKS)],
-    ids=["windows", "windows and sinks", "chunks"],
+    [
+        pytest.param(gemma_like, 6, {}, marks=pytest.mark.proof, id="windows"),
+        pytest.param(gpt_oss_like, 2, {}, marks=pytest.mark.soak, id="windows and sinks"),
+        pytest.param(llama4_like, 3, CHUNKS, marks=pytest.mark.proof, id="chunks"),
+    ],
 )
 def test_h59_all_groups_come_back_from_disk_after_a_kill(
     tiny_model: Path,

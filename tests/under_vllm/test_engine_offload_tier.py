@@ -243,7 +243,7 @@ def test_h50_a_disk_keeps_to_its_capacity_and_what_is_old_goes(
     assert offloading.lines("mistakes") == []
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_h59_two_engines_at_once_share_a_folder(offloading: Offloading, references: References, tmp_path: Path) -> None:
     mine, yours, ours = [*PROMPTS][:2], [*PROMPTS][2:], 8300
     tiers = [disk(tmp_path / "kv")]

@@ -54,7 +54,7 @@ def test_answers_from_files_after_a_restart_are_the_engines_own(
     require_loaded(offloading)
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_answers_of_two_ranks_are_their_own(offloading: Offloading, start_engine: Callable[..., EngineProcess]) -> None:
     references = References(start_engine(arguments={**BLOCK_BY_BLOCK, "tensor_parallel_size": 2}))
     engine = offloading.engine("PlayedSpec", environment={}, tensor_parallel_size=2)

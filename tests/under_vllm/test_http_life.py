@@ -202,7 +202,7 @@ def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_fr
     second_life(again, answers)
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_h32_what_the_weights_computed_before_an_update_is_not_served_after_it(
     house: House, start: Callable[..., Server]
 ) -> None:
@@ -274,7 +274,7 @@ def store_on_each(server: Server) -> list[Answer]:
     return local
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.both_cores
 def test_h59_two_replicas_are_killed_and_both_find_what_both_stored(house: House, start: Callable[..., Server]) -> None:
     """`--data-parallel-size 2` as a user types it; the second time with one API server, to be ready sooner."""

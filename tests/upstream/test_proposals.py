@@ -29,6 +29,14 @@ LISTS = [
 ]
 """Which files of vLLM's own tests."""
 
+EACH = [
+    pytest.param(files, proposal, marks=marks, id=f"{name}-{proposal}")
+    for name, files in (("proof", CHOICE.proof), ("soak", CHOICE.soak))
+    for proposal in PROPOSALS
+    for marks in [pytest.mark.proof if name == "proof" and proposal == PROPOSALS[0] else pytest.mark.soak]
+]
+"""Which files with which proposal: `make proofs` takes the area of the first."""
+
 NEWER_RULES = "ISC004"
 """Rules of ruff that vLLM's own release of ruff does not have, and its files break."""
 
@@ -88,9 +96,8 @@ def test_vllms_own_tests_pass_as_they_are(files: tuple[str, ...]) -> None:
     assert {name for name in listed if not any(one == name or one.startswith(f"{name}[") for one in left_out)} == set()
 
 
-@pytest.mark.parametrize("proposal", PROPOSALS)
-@pytest.mark.parametrize("files", LISTS)
-def test_a_proposal_passes_its_own_tests_and_breaks_none_of_vllms(proposal: str, files: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("files", "proposal"), EACH)
+def test_a_proposal_passes_its_own_tests_and_breaks_none_of_vllms(files: tuple[str, ...], proposal: str) -> None:
     """What passed before passes after; tests that the patch adds to vLLM's files pass too."""
     found = after(proposal, files)
     assert not str(found.own)
@@ -99,7 +106,6 @@ def test_a_proposal_passes_its_own_tests_and_breaks_none_of_vllms(proposal: str,
     assert not str(found.upstream)
 
 
-@pytest.mark.parametrize("proposal", PROPOSALS)
-@pytest.mark.parametrize("files", LISTS[:1])
-def test_a_proposal_is_written_by_vllms_rules(proposal: str, files: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("files", "proposal"), EACH[: len(PROPOSALS)])
+def test_a_proposal_is_written_by_vllms_rules(files: tuple[str, ...], proposal: str) -> None:
     assert not after(proposal, files).lint

@@ -176,7 +176,7 @@ def test_too_short_a_text_is_refused_with_what_it_takes() -> None:
         list(documents(range(50), 8, 100))
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.engine
 def test_an_engine_held_back_starts_when_told_answers_repeats_itself_and_leaves_nothing_behind(
     tiny_model: Path, tmp_path: Path
