@@ -243,20 +243,28 @@ def _prompt(length: int, number: int) -> Prompt:
     return Prompt(length, number, source.choices(range(16, WIDE.vocabulary), k=length + 24 + number % 8))
 
 
-def _compare(
-    folder: Path, tokens: Sequence[int], asked: Asked, rounds: int, there: Sequence[str], python: str, *, fork: bool
-) -> Iterator[dict[str, Any]]:
+def run_of(
+    folder: Path, tokens: Sequence[int], prompts: Sequence[Prompt], python: str, *, fork: bool
+) -> tuple[Run, int]:
+    """What all engines share that read these prompts again, and the bytes of a block."""
     from forked_engine import ForkedEngine
     from tiny_engine import TOKENIZER_TEXT
 
     dtype = Plan.for_this_machine().dtype
     shape = WIDE if dtype == "bfloat16" else NARROW
     block_bytes = BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if dtype == "bfloat16" else 4)
-    sizes = [prompt.blocks * block_bytes for prompt in asked.again]
+    sizes = [prompt.blocks * block_bytes for prompt in prompts]
     length = max(tokens) + 2 * BLOCK
     arguments = {"dtype": dtype, "max_model_len": length, "max_num_batched_tokens": length}
     model = ensure_model(folder, shape, TOKENIZER_TEXT)
-    run = Run(folder, model, arguments, python, ForkedEngine if fork else EngineProcess, max(sizes), sum(sizes))
+    kind = ForkedEngine if fork else EngineProcess
+    return Run(folder, model, arguments, python, kind, max(sizes), sum(sizes)), block_bytes
+
+
+def _compare(
+    folder: Path, tokens: Sequence[int], asked: Asked, rounds: int, there: Sequence[str], python: str, *, fork: bool
+) -> Iterator[dict[str, Any]]:
+    run, block_bytes = run_of(folder, tokens, asked.again, python, fork=fork)
     for number, group in enumerate(groups_with_room(there, engines_with_room(run))):
         part = replace(run, folder=folder / f"group-{number}")
         part.folder.mkdir()

@@ -23,19 +23,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.e2e import NARROW, WIDE, Asked, in_turns, say
+from benchmarks.e2e import Asked, in_turns, run_of, say
 from benchmarks.e2e_engines import KVPACT, KVPACT_AGAIN, NO_CACHE, Run, Subject, disk_folder
 from benchmarks.e2e_runs import BLOCK, WAKE_UP, Prompt, RawDisk, Runner, judge, started
-from benchmarks.needs import find_testbeds
 from benchmarks.table import spread
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.messages import Output
-from kvpact_testkit.demo.model import ensure_model
-from kvpact_testkit.demo.phases import Plan, drop_page_cache
-
-find_testbeds()
+from kvpact_testkit.demo.phases import drop_page_cache
 
 GOAL = 1.3
+WARM_UP = Prompt(256, -1, [*range(20, 300)])
 WRITTEN_SECONDS = 60.0
 MOVED = "vllm:kv_offload_tiering_{}_bytes"
 
@@ -117,7 +114,7 @@ class Comparison:
             engine = self._run.kind(subject.configure(self._run, self._stack, folder), folder / "log")
             runners.append(Runner(subject.name, subject.source, engine, folder))
             self._stack.callback(runners[-1].end)
-            started(runners[-1:], Prompt(256, -1, [*range(20, 300)]))
+            started(runners[-1:], WARM_UP)
         for runner in runners:
             if runner.failure:
                 raise SystemExit(f"{runner.name}: {runner.failure}")
@@ -144,8 +141,7 @@ class Comparison:
     def read(self, rounds: int) -> None:
         """A second life of each, in turns."""
         runners = self._start("second", subjects(first=False))
-        warm_up = Prompt(256, -1, [*range(20, 300)])
-        with closing(RawDisk(disk_folder(self._run), [warm_up, *self._prompts])) as raw:
+        with closing(RawDisk(disk_folder(self._run), [WARM_UP, *self._prompts])) as raw:
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}")
                 for at, prompt in enumerate(self._prompts):
@@ -166,7 +162,7 @@ class Comparison:
             return Reading(warm.ttft_ms, 0.0, warm.local_ms, raw, warm.cached_tokens, warm.verdict)
         engine.generate([WAKE_UP], max_tokens=1)
         engine.reset_prefix_cache()
-        (read, loads) = (_moved(engine, "read"), self._loads(engine))
+        read, loads = _moved(engine, "read"), self._loads(engine)
         (output,) = engine.generate([prompt.ids])
         copies = sum(self._loads(engine)[len(loads) :]) * 1e3
         local = runner.ask_local(prompt)
@@ -218,22 +214,9 @@ def rows(
     """
     if prompts < 2 or len(tokens) < 1:
         raise SystemExit(f"--prompts: at least 2 of each length, so that one drives out the other, not {prompts}")
-    from forked_engine import ForkedEngine
-    from tiny_engine import TOKENIZER_TEXT
-
     asked = Asked.of(tokens, prompts, prompts).again
-    dtype = Plan.for_this_machine().dtype
-    shape = WIDE if dtype == "bfloat16" else NARROW
-    block_bytes = BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if dtype == "bfloat16" else 4)
-    sizes = [prompt.blocks * block_bytes for prompt in asked]
-    length = max(tokens) + 2 * BLOCK
-    arguments = {"dtype": dtype, "max_model_len": length, "max_num_batched_tokens": length}
-    with tempfile.TemporaryDirectory(prefix="kvpact-offloading-") as name, ExitStack() as stack:
-        folder = Path(name)
-        model = ensure_model(folder, shape, TOKENIZER_TEXT)
-        run = Run(
-            folder, model, arguments, sys.executable, ForkedEngine if fork else EngineProcess, max(sizes), sum(sizes)
-        )
+    with tempfile.TemporaryDirectory(prefix="kvpact-offloading-") as folder, ExitStack() as stack:
+        run, block_bytes = run_of(Path(folder), tokens, asked, sys.executable, fork=fork)
         comparison = Comparison(run, asked, block_bytes, stack)
         comparison.compute()
         comparison.read(rounds)
