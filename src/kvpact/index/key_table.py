@@ -257,7 +257,8 @@ class KeyTable:
 
         Raises PactViolation for a row in a wrong list.
         """
-        for bucket, link in enumerate(self._heads):
+        for bucket in np.flatnonzero(self._heads_each).tolist():
+            link = self._heads[bucket]
             while link:
                 if self._bucket(link - 1) != bucket:
                     raise PactViolation(f"row {link - 1} is listed as {bucket}, and its key has another hash")

@@ -450,53 +450,63 @@ class Table:
             if not condition:
                 raise PactViolation(f"the block index lost an invariant: {what}")
 
-        state = [State(value) for value in self.state]
-        known = {row for row in range(self.root) if state[row] in (State.RESERVED, State.SAVED, State.HELD)}
+        rows, parent = np.arange(self.root), self.parent_each[: self.root]
+        above, state = self.state_each[parent], self.state_each[: self.root]
+        known, dropped = (state >= RESERVED) & (state <= HELD), state >= CANCELLED
+        leads, waits = above == HELD, above >= CANCELLED
         self.space.check()
-        free = {row for rows in self.space.free for row in rows}
-        if isinstance(self.space, PlainSlots):
-            free.update(self.space.parked)
-        plain = self.is_plain
-        usable = set(range(self.space.usable if plain else self.root))
-        dropped = {row for row in range(self.root) if state[row] in (State.CANCELLED, State.DOOMED)}
-        waiting = dropped & usable
-        require(len(known) == len(self.keys), "two keys share a slot")
-        require(len(known) + len(free) + len(waiting) == len(known | free | waiting), "the slots do not add up")
-        require(not plain or known | free | waiting == usable, "a slot is neither known, free nor waiting")
-        require(all(state[row] == State.FREE for row in free), "a slot in the free list is in use")
-        require(sorted(self.keys.lists()) == sorted(known), "not exactly the known blocks are in the table of keys")
-        require(all(self.keys.find(self.keys.key(row)) == row for row in known), "keys and slots disagree")
+        free = np.zeros(self.root, bool)
+        for some in (*self.space.free, self.space.parked if isinstance(self.space, PlainSlots) else ()):
+            free[np.array(some, np.int64)] = True
+        usable = rows < (self.space.usable if self.is_plain else self.root)
+        accounted = known | free | dropped & usable
+        require(bool((state <= DOOMED).all()), "a slot is in no state")
+        require(int(known.sum()) == len(self.keys), "two keys share a slot")
+        require(not (free & (known | dropped & usable)).any(), "the slots do not add up")
+        require(not self.is_plain or bool((accounted == usable).all()), "a slot is neither known, free nor waiting")
+        require(not (free & (state != FREE)).any(), "a slot in the free list is in use")
+        numbers = rows[known]
+        require(sorted(self.keys.lists()) == numbers.tolist(), "not exactly the known blocks are in the table of keys")
+        found = self.keys.find_each(self.keys.names_at(numbers))
+        require(bool((found == numbers).all()), "keys and slots disagree")
         reached = self.subtree(self.root)
         require(len(set(reached)) == len(reached), "a block is reached twice")
-        require(set(reached) - {self.root} == known, "the chains do not reach exactly the known blocks")
-        holds = [pins + (state[row] in (RESERVED, SAVED, CANCELLED)) for row, pins in enumerate(pins)]
+        require(sorted(reached) == [*numbers.tolist(), self.root], "the chains do not reach exactly the known blocks")
+        holds = np.array(pins) + np.isin(self.state_each, (RESERVED, SAVED, CANCELLED))
         needed = {self.root}
-        for holder in [row for row in known | dropped if holds[row]]:
+        for holder in np.flatnonzero((known | dropped) & (holds[: self.root] > 0)).tolist():
             row = holder
             while row not in needed:
                 needed.add(row)
                 row = self.parent[row]
-        for row in needed - {self.root}:
-            holds[self.parent[row]] += 1
+        np.add.at(holds, self.parent_each[[*needed - {self.root}]], 1)
         holds[self.root] += 1
-        for row in known | free | dropped | {self.root}:
-            require(self.holds[row] == holds[row], f"slot {row} counts {self.holds[row]} holds and has {holds[row]}")
-        for row in known | dropped:
-            run = range(self.start[row] + 1, row + 1)
-            require(all(self.parent[each] == each - 1 for each in run), f"the run of slot {row} starts later")
-        for row in known:
-            parent = self.parent[row]
-            require(state[parent] in (State.RESERVED, State.SAVED, State.HELD), f"slot {row} has lost its parent")
-            require((state[row] != State.HELD) or state[parent] == State.HELD, f"slot {row} is held without its parent")
-            require((state[row] != State.SAVED) or state[parent] != State.HELD, f"slot {row} waits for a held parent")
-            require(not self.is_side[parent], f"slot {row} hangs on slot {parent}, a side block")
+        counted = np.append(known | free | dropped, True)
+        for row in np.flatnonzero(counted & (self.holds_each != holds)).tolist():
+            require(False, f"slot {row} counts {self.holds[row]} holds and has {holds[row]}")
+        apart = np.append(np.cumsum(parent != rows - 1), 0)
+        start = self.start_each[: self.root]
+
+        def require_none(which: np.ndarray, what: str) -> None:
+            for row in np.flatnonzero(which).tolist():
+                require(False, what.format(row=row, parent=self.parent[row]))
+
+        in_use = known | dropped
+        require_none(in_use & ((start > rows) | (apart[start] != apart[rows])), "the run of slot {row} starts later")
+        require_none(known & ((above < RESERVED) | waits), "slot {row} has lost its parent")
+        require_none(known & (state == HELD) & ~leads, "slot {row} is held without its parent")
+        require_none(known & (state == SAVED) & leads, "slot {row} waits for a held parent")
+        require_none(known & (self.is_side_each[parent] != 0), "slot {row} hangs on slot {parent}, a side block")
+        for row in rows[known & (holds[: self.root] == 0)].tolist():
             if self.evictable_leaf(row):
                 require(self.policy.queued(row), f"slot {row} could be evicted and is not queued")
-        require(all(holds[row] for row in dropped), "a dropped slot that nothing needs is not free")
-        require(self.held == sum(state[row] == State.HELD for row in known), "the number of held blocks is wrong")
+        require(bool(holds[: self.root][dropped].all()), "a dropped slot that nothing needs is not free")
+        require(self.held == int((state == HELD).sum()), "the number of held blocks is wrong")
+        unheld = [self.space.class_of(row) for row in rows[known & (holds[: self.root] == 0)].tolist()]
         for slot_class, evictable in enumerate(self.evictable):
-            rows = [row for row in known if holds[row] == 0 and self.space.class_of(row) == slot_class]
-            require(evictable == len(rows), f"the number of evictable blocks of class {slot_class} is wrong")
+            require(
+                evictable == unheld.count(slot_class), f"the number of evictable blocks of class {slot_class} is wrong"
+            )
         require(len(self.policy) <= self.root, "the eviction queue has outgrown the slots")
         self.policy.check()
 
