@@ -1,6 +1,6 @@
 """Runs a Dockerfile's steps on a folder with a Debian in it, where no Docker is.
 
-    scripts/run_dockerfile.py [--bind PATH]... [--env NAME=VALUE]... [--then COMMAND] FILE CONTEXT ROOT
+    python scripts/run_dockerfile.py [--bind PATH]... [--env NAME=VALUE]... [--then COMMAND] FILE CONTEXT ROOT
 
 ROOT stands for the image that FROM names, such as what `debootstrap --variant=minbase
 --include=ca-certificates,python3-venv bookworm ROOT` makes, and is changed. RUN lines run there by chroot, with this
