@@ -4,8 +4,9 @@
 
 ROOT stands for the image that FROM names, such as what `debootstrap --variant=minbase
 --include=ca-certificates,python3-venv bookworm ROOT` makes, and is changed. RUN lines run there by chroot, with this
-machine's network, /dev and /proc; `--bind` shows a folder of this machine there, such as a package mirror's, and hides
-what the image has at that path; `--env` sets a variable, such as PIP_FIND_LINKS. `--then` runs one more line as the image's user, with its environment.
+machine's network, /dev and /proc. `--bind` shows a folder of this machine there, such as a package mirror's, and hides
+what the image has at that path. `--env` sets a variable, such as PIP_FIND_LINKS. `--then` runs one more line as the
+image's user, with its environment.
 
 Needs root. What is mounted is gone with the command. The instructions are those that deploy/ uses; others are refused.
 """
