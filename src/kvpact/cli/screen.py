@@ -33,9 +33,9 @@ class Rows(Table):
         super().add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
-def console() -> Screen:
+def console(*, quiet: bool = False) -> Screen:
     """Standard output, without rich's highlighting and markup; no cell is truncated."""
-    return Screen(highlight=False, markup=False, soft_wrap=True, width=TABLE_WIDTH)
+    return Screen(highlight=False, markup=False, soft_wrap=True, width=TABLE_WIDTH, quiet=quiet)
 
 
 def table(names: list[str], numbers: list[str]) -> Rows:
