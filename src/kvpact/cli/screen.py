@@ -10,19 +10,28 @@ import json
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from kvpact.errors import printable
 
 TABLE_WIDTH: Final = 2000
-"""Maximum columns; a terminal wraps longer lines itself, and a file has no width."""
+"""Maximum columns of what goes into a file or a pipe, where each row is a line."""
+
+BAD: Final = "bold red"
+"""The style of what is not as it should be; a terminal shows it unless NO_COLOR is set."""
+
+_TEXT_COLUMNS: Final = 10
+"""A terminal's columns that each column of text has at least; its longer texts are folded."""
 
 
 class Screen(Console):
     """Prints each text on a line, escaped by `printable`."""
 
     def print(self, *objects: Any, **options: Any) -> None:
+        if self.is_terminal and any(isinstance(item, Table) for item in objects):
+            options["soft_wrap"] = False
         super().print(*(printable(item) if isinstance(item, str) else item for item in objects), **options)
 
 
@@ -34,15 +43,30 @@ class Rows(Table):
 
 
 def console(*, quiet: bool = False) -> Screen:
-    """Standard output, without rich's highlighting and markup; no cell is truncated."""
-    return Screen(highlight=False, markup=False, soft_wrap=True, width=TABLE_WIDTH, quiet=quiet)
+    """Standard output, without rich's highlighting and markup; no cell is truncated. `quiet`: nothing is shown."""
+    screen = Screen(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
+    if not screen.is_terminal:
+        screen.width = TABLE_WIDTH
+    return screen
 
 
 def table(names: list[str], numbers: list[str]) -> Rows:
     """Columns of text on the left, columns of numbers on the right."""
-    columns = [Column(name, no_wrap=True) for name in names]
+    columns = [Column(name, overflow="fold", min_width=_TEXT_COLUMNS) for name in names]
     columns += [Column(name, no_wrap=True, justify="right") for name in numbers]
     return Rows(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def bad(text: str) -> Text:
+    """A cell that tells of something that is not as it should be."""
+    return Text(printable(text), BAD)
+
+
+def busy(what: str) -> Progress:
+    """A context in which a terminal shows what takes its time, and for how long."""
+    bar = progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    bar.add_task(printable(what), total=None)
+    return bar
 
 
 def progress(*columns: ProgressColumn) -> Progress:
