@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [--json FILE]`: finds a benchmark, runs it, prints its rows. Measures nothing itself."""
+"""`python -m benchmarks NAME [--output FILE]`: finds a benchmark, runs it, prints its rows. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def run(benchmark: Benchmark, arguments: Sequence[str], target: str | None) -> i
     """Run it; with `target`, write its rows there as JSON ("-": on standard output, and nothing else)."""
     if not benchmark.has_rows:
         if target is not None:
-            refuse(f"{benchmark.name} prints a page, not rows: run it without --json")
+            refuse(f"{benchmark.name} prints a page, not rows: run it without --output")
         return subprocess.run([sys.executable, str(benchmark.path), *arguments], check=False).returncode
     if target not in (None, "-"):
         try:
             Path(target).open("a", encoding="utf-8").close()
         except OSError as error:
-            refuse(f"--json: {target} cannot be written: {error.strerror}")
+            refuse(f"--output: {target} cannot be written: {error.strerror}")
     try:
         module = importlib.import_module(f"benchmarks.{benchmark.path.stem}")
         if target is None and benchmark.has_main:
@@ -139,17 +139,17 @@ def main(arguments: Sequence[str]) -> int:
     known = benchmarks()
     if not arguments:
         width = max(map(len, known))
-        print("python -m benchmarks NAME [--json FILE] [--help]\n")
+        print("python -m benchmarks NAME [--output FILE] [--help]\n")
         for benchmark in known.values():
             print(f"{benchmark.name:{width}}  {benchmark.summary}")
         return 0
     parser = OneLine(prog="python -m benchmarks", add_help=False, allow_abbrev=False)
     parser.add_argument("name")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--output", metavar="FILE")
     wanted, others = parser.parse_known_args(arguments)
     if wanted.name not in known:
         refuse(f"there is no benchmark {wanted.name!r}; there are {', '.join(known)}")
-    return run(known[wanted.name], others, wanted.json)
+    return run(known[wanted.name], others, wanted.output)
 
 
 if __name__ == "__main__":

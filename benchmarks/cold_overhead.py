@@ -1,7 +1,7 @@
 """What kvpact costs the first prompts after a start, none of which it knows: CPU seconds of its own over the prompt's.
 
     python benchmarks/cold_overhead.py [--prompts 8] [--starts 1] [--in-a-row] [--memory 4GiB] [--no-disk]
-                                       [--leave-out prefault|copy] [--json FILE]
+                                       [--leave-out prefault|copy] [--output FILE]
 
 Two real vLLM engines on one core of the CPU, the model and documents of `kvpact demo`: one with kvpact (memory and
 disk) and one without. Nothing warms them up. Each prompt is new to both and is answered by one engine while the other
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--memory", default="")
     parser.add_argument("--no-disk", action="store_true")
     parser.add_argument("--leave-out", choices=[*SUSPECTS], default="")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--output", type=Path, metavar="FILE")
     chosen = parser.parse_args()
     text, plan = corpus(), Plan.for_this_machine()
     starts = []
@@ -141,9 +141,9 @@ def main() -> None:
             starts.append(one_start(folder, model, asked, plan, chosen, kvpact_first=begins))
             print(f"start {number + 1} of {chosen.starts}: {time.monotonic() - began:.0f} s", flush=True)
     show(starts)
-    if chosen.json is not None:
+    if chosen.output is not None:
         figures = [{name: [asdict(cost) for cost in costs] for name, costs in start.items()} for start in starts]
-        chosen.json.write_text(json.dumps({"chosen": vars(chosen) | {"json": None}, "starts": figures}, indent=1))
+        chosen.output.write_text(json.dumps({"chosen": vars(chosen) | {"output": None}, "starts": figures}, indent=1))
 
 
 if __name__ == "__main__":

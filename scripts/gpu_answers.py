@@ -1,4 +1,4 @@
-"""Whether vLLM answers with kvpact as it answers without it: python scripts/gpu_answers.py --json FILE
+"""Whether vLLM answers with kvpact as it answers without it: python scripts/gpu_answers.py --output FILE
 
 On a tiny Llama with random weights, made on the spot: nothing is downloaded. Two engines stand side by side, one with
 kvpact and one without it: eager and, on a GPU, with vLLM's default graphs and with full ones, captured while memory is
@@ -203,13 +203,13 @@ def run(scenes: Sequence[str], gpu: bool, file: Path, work: Path) -> bool:
 def main(arguments: list[str]) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description="Whether vLLM answers with kvpact as it answers without it.")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     parser.add_argument("--only", action="append", choices=list(SCENES), help="by default all; eager alone on a CPU")
     given = parser.parse_args(arguments)
     gpu = bool(cuda_devices())
     scenes = given.only or ([*SCENES] if gpu else ["eager"])
     with tempfile.TemporaryDirectory(prefix="kvpact-answers-") as directory:
-        return 0 if run(scenes, gpu, given.json, Path(directory)) else 1
+        return 0 if run(scenes, gpu, given.output, Path(directory)) else 1
 
 
 if __name__ == "__main__":

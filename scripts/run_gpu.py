@@ -202,7 +202,7 @@ def answers(machine: Results, until: float, out: Path) -> Iterator[Results]:
 def reporting(until: float, report: Path, *command: str) -> Iterator[Results]:
     """A command that writes to `report`, as it goes on, what it finds."""
     report.unlink(missing_ok=True)
-    child = Child(until, *command, "--json", str(report))
+    child = Child(until, *command, "--output", str(report))
     for _ in child:
         yield {"good": False, "report": read(report)}
     yield {"good": child.status == 0, "report": read(report)} | child.ended()

@@ -21,8 +21,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rows_of(*arguments: str) -> list[dict[str, Any]]:
-    """What `--json -` prints on standard output, on which nothing else stands."""
-    ended = run(*arguments, "--json", "-")
+    """What `--output -` prints on standard output, on which nothing else stands."""
+    ended = run(*arguments, "--output", "-")
     assert ended.returncode == 0, ended.stderr
     rows: list[dict[str, Any]] = json.loads(ended.stdout)
     return rows
@@ -56,10 +56,10 @@ def test_make_bench_runs_benchmarks_that_are_there() -> None:
     ("arguments", "says"),
     [
         (["nosuch"], "there is no benchmark 'nosuch'"),
-        (["lifecycle", "--json", "/nowhere/rows.json"], "--json: /nowhere/rows.json cannot be written"),
+        (["lifecycle", "--output", "/nowhere/rows.json"], "--output: /nowhere/rows.json cannot be written"),
         (["lifecycle", "--tokens", "many"], "numbers with commas between them, not 'many'"),
         (["lifecycle", "--subjects", "nobody"], "nobody is not one of kvpact"),
-        (["step_time", "--json", "-"], "run it without --json"),
+        (["step_time", "--output", "-"], "run it without --output"),
         (["e2e", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, redis, example, lmcache, mooncake"),
         (["e2e", "--prompts", "1"], "at least 2 of each length, so that one drives out the other, not 1"),
         (["e2e", "--rounds", "0"], "at least 1, not 0"),

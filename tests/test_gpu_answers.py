@@ -79,7 +79,7 @@ def test_a_cpu_engine_answers_the_same_with_kvpact(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
     report = tmp_path / "answers.json"
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--only", "eager", "--json", report], capture_output=True, text=True, timeout=500
+        [sys.executable, SCRIPT, "--only", "eager", "--output", report], capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())["scenes"]["eager"]

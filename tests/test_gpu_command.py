@@ -45,7 +45,7 @@ import json, os, sys, time
 from pathlib import Path
 DOCTOR, DEMO = {status}
 def main():
-    report = Path(sys.argv[sys.argv.index("--json") + 1])
+    report = Path(sys.argv[sys.argv.index("--output") + 1])
     if sys.argv[1] == "doctor":
         section = {{"entries": 256, "loads, GB/s": 51.26}}
         report.write_text(json.dumps({{"device": "H200", "sections": {{"block by block, 64 KiB": section}}}}))

@@ -126,7 +126,7 @@ def test_the_bare_environment_has_no_engine(bare_python: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("demo --json -", "`kvpact demo` is in the test kit: pip install 'kvpact[demo]'"),
+        ("demo --json", "`kvpact demo` is in the test kit: pip install 'kvpact[demo]'"),
         ("conformance --engine vllm kvpact.vllm:PactConnector", "pip install 'kvpact[testkit]'"),
         ("serve MODEL", "vllm"),
         ("inspect redis://127.0.0.1:1", "pip install 'kvpact[redis]'"),
@@ -149,7 +149,7 @@ def test_a_command_that_needs_more_says_what_to_install_in_one_line(
     ("arguments", "message"),
     [
         ("demo", "the demonstration runs a real vLLM, and vllm and torch and transformers cannot be imported here"),
-        ("demo --json -", "install vLLM beside kvpact: pip install"),
+        ("demo --json", "install vLLM beside kvpact: pip install"),
         ("conformance --engine vllm kvpact.vllm:PactConnector", "No module named 'vllm'"),
         ("conformance kvpact_testkit.vllm.simple_connector:SimpleConnector", "No module named 'vllm'"),
     ],

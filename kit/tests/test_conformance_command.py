@@ -92,10 +92,10 @@ def test_what_is_broken_is_shown_with_the_shortest_script_and_exit_code_1(here: 
         (["nothing"], 'write "module:Class", such as'),
         (["no_such_module:Cache"], "No module named 'no_such_module'"),
         (["kvpact.cache.cache:NoSuchCache"], "module kvpact.cache.cache has no NoSuchCache"),
-        (["kvpact.cache.cache:PactCache", "--config", "{"], "--config is not JSON"),
-        (["kvpact.cache.cache:PactCache", "--config", "[1]"], "must be a JSON object"),
+        (["kvpact.cache.cache:PactCache", "--settings", "{"], "--settings are not JSON"),
+        (["kvpact.cache.cache:PactCache", "--settings", "[1]"], "must be a JSON object"),
         (["kvpact_testkit.cache.soak:CALLS"], "neither a class nor a function"),
-        (["my_suite:MySuite", "--config", '{"a": 1}'], "takes no --config"),
+        (["my_suite:MySuite", "--settings", '{"a": 1}'], "takes no --settings"),
         (["kvpact.cache.cache:PactCache", "--engine", "vllm"], "is not a connector of vLLM's"),
     ],
 )
@@ -118,6 +118,6 @@ def test_a_connector_of_vllm_is_not_run_on_the_embedded_engine() -> None:
 @pytest.mark.proof
 def test_a_connector_of_vllm_is_run_under_vllm(here: Path) -> None:
     pytest.importorskip("vllm")
-    shown = kvpact("kvpact.vllm:PactConnector", "--config", '{"memory": "64MiB"}')
+    shown = kvpact("kvpact.vllm:PactConnector", "--settings", '{"memory": "64MiB"}')
     assert "kvpact.vllm:PactConnector on vLLM" in shown
     assert ", 0 broken, " in shown

@@ -430,5 +430,5 @@ def test_demo_finds_out_where_it_cannot_write_before_it_begins(tmp_path: Path) -
     pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
     (tmp_path / "file").write_text("")
     assert refusal("demo", "--work", tmp_path / "file").startswith(f"cannot write to {tmp_path}/file")
-    result = refusal("demo", "--work", tmp_path / "work", "--json", tmp_path / "none" / "figures.json")
+    result = refusal("demo", "--work", tmp_path / "work", "--output", tmp_path / "none" / "figures.json")
     assert result == f"cannot write to {tmp_path}/none/figures.json: No such file or directory"

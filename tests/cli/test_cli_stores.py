@@ -195,8 +195,8 @@ def test_gc_and_inspect_know_the_slabs_of_all_engines_of_a_model(tmp_path: Path)
     place = f"disk://{tmp_path}/slabs?capacity=16MiB"
     tiers = [open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT)) for _ in range(2)]
     name = MODELS["llama"].name
-    shown = [line.split()[:3] for line in kvpact("inspect", place).stdout.splitlines() if name in line]
-    assert shown == [[f"{name}-1", "pid", str(os.getpid())], [name, "pid", str(os.getpid())]]
+    shown = [line.split()[:4] for line in kvpact("inspect", place).stdout.splitlines() if name in line]
+    assert shown == [[slab, "llama", "pid", str(os.getpid())] for slab in (f"{name}-1", name)]
     tiers[0].close()
     assert "in use by an engine" in kvpact("gc", place, "--yes", "--namespace", name).stderr
     tiers[1].close()
@@ -213,7 +213,8 @@ def test_tiers_tells_which_store_works(server: RedisServer, tmp_path: Path) -> N
     assert "hunter2" not in result.output
     rows = json.loads(kvpact("tiers", f"redis://{server.address}?timeout=20s", "--json").stdout)["now"]
     assert rows[0]["state"] == "works"
-    assert rows[0]["lookup"].endswith(" ms")
+    assert 0 < rows[0]["lookup_seconds"] < 20
+    assert type(rows[0]["used_bytes"]) is int
 
 
 def test_tiers_and_why_read_what_an_engine_counted(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_tiers_and_why_read_what_an_engine_counted(tmp_path: Path) -> None:
     }
     stats.write_text(json.dumps(counts))
     (row,) = json.loads(kvpact("tiers", "--stats", stats, "--json").stdout)["engine"]
-    assert (row["tier"], row["breaker"], row["skipped"]) == ("redis", "open", 7)
+    assert (row["tier"], row["open_breakers"], row["skipped_lookups"]) == ("redis", 1, 7)
     assert "7 of 10 lookups hit" in kvpact("why", stats).stdout
     assert "computes faster" in kvpact("why", stats).stdout
     assert kvpact("why", tmp_path / "none").exit_code == 2

@@ -22,7 +22,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("vllm")
     file = tmp_path_factory.mktemp("e2e") / "rows.json"
     short = ("--tokens", "1024", "--cold", "3", "--rounds", "1", "--peers", "kvpact", "--fork")
-    command = (sys.executable, "-m", "benchmarks", "e2e", *short, "--json", file)
+    command = (sys.executable, "-m", "benchmarks", "e2e", *short, "--output", file)
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))

@@ -69,7 +69,7 @@ def test_the_demonstration_passes_on_an_engine_of(release: str, python: Path, tm
     found = subprocess.run([python, "-c", BY_NAME], timeout=300, **run)
     assert found.stdout.splitlines()[-1:] == [f"{release} kvpact.vllm.connector"], found.stderr[-2000:]
     figures = tmp_path / "figures.json"
-    done = subprocess.run([python, "-m", "kvpact", "demo", "--json", figures], timeout=1800, **run)
+    done = subprocess.run([python, "-m", "kvpact", "demo", "--output", figures], timeout=1800, **run)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     print(done.stdout)
     assert json.loads(figures.read_text())

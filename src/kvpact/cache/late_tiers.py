@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpact.config import KvpactConfig
@@ -141,7 +141,7 @@ class LateTiers:
         logger.error("kvpact: serving from memory only, without tiers: %s; restart, or %s", error, SET_MODEL_ID)
 
     def _open_all(self, weights: str) -> OpenTiers:
-        namespace = Namespace({**self._known.fields, "weights": weights})
+        namespace = replace(self._known, fields={**self._known.fields, "weights": weights})
         place = TierContext(namespace, self._slot_bytes, self._seal)
         opened = open_tiers(self._config.tiers, place, OPEN_SECONDS)
         missing = next((tier for tier in opened if tier.there is None), None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from kvpact import __version__
 from kvpact.errors import ConfigError, KvpactError
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 class OneLineErrors(TyperGroup):
     """Turns kvpact's own errors into one line and exit code 2; anything else is a defect and keeps its traceback."""
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name) or self.find_elsewhere(cmd_name)
+        if command is not None and not command.short_help:  # of the help itself a narrow terminal would see a part
+            command.short_help = (command.help or "").partition("\n\n")[0]
+        return command
+
+    def find_elsewhere(self, name: str) -> Any:
+        """A command that was not added here; None if there is none."""
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -35,15 +44,16 @@ class OneLineErrors(TyperGroup):
             raise typer.Exit(2) from None
 
 
-def new_app(what: str, group: type[TyperGroup] = OneLineErrors) -> typer.Typer:
-    """An empty command whose errors are of one line; `what` is its help."""
+def new_app(what: str, group: type[TyperGroup] = OneLineErrors, *, completes: bool = False) -> typer.Typer:
+    """An empty command whose errors are of one line; `what` is its help, `completes` whether shells can complete it."""
     return typer.Typer(
         cls=group,
         help=what,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        add_completion=False,
+        add_completion=completes,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
 
 
@@ -61,8 +71,8 @@ class _WithOthersCommands(OneLineErrors):
         others = {*OF_THE_KIT, *_others().names}
         return [*super().list_commands(ctx), *sorted(others - self.commands.keys())]
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return super().get_command(ctx, cmd_name) or _others_command(cmd_name)
+    def find_elsewhere(self, name: str) -> Any:
+        return _others_command(name)
 
 
 def _others() -> EntryPoints:
@@ -100,7 +110,9 @@ def _command_from(name: str, function: Callable[..., object], **settings: Any) -
 
 
 app = new_app(
-    "An external KV cache for LLM serving engines: a prompt prefix is never computed twice.", _WithOthersCommands
+    "An external KV cache for LLM serving engines: a prompt prefix is never computed twice.",
+    _WithOthersCommands,
+    completes=True,
 )
 
 MemoryOption = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help='Memory tier, such as "4GiB".')]
@@ -141,7 +153,15 @@ def _options(
     pass
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+class _CountsUnchecked(TyperCommand):
+    """Notes how many of its last arguments stand behind `--`: those nobody has misspelt."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = len(args) - args.index("--") - 1 if "--" in args else 0
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_CountsUnchecked, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL [VLLM ARGUMENTS]...", show_default=False)],
@@ -152,10 +172,12 @@ def serve(
 ) -> None:
     """Run vllm serve with kvpact as its external cache.
 
-    Everything kvpact does not know goes to vLLM; what stands behind `--` goes there in any case.
+    Options of vLLM's go to vLLM; what stands behind `--` goes there in any case, unchecked.
     """
     from kvpact.cli.serve import serve_model
+    from kvpact.cli.vllm_options import refuse_misspelt
 
+    refuse_misspelt(context.args[: max(0, len(context.args) - context.meta[__name__])])
     serve_model(model, context.args, through=through, memory=memory, tiers=tier, config_file=config)
 
 
@@ -291,8 +313,9 @@ def why(stats: Annotated[Path, typer.Argument(metavar="FILE", help="A running en
 @app.command()
 def doctor(
     gpu: Annotated[bool, typer.Option("--gpu", help="Examine a GPU.")] = False,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Gets all figures, section by section.")
+    json: JsonOption = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Gets all figures as JSON, section by section.")
     ] = None,
     device: Annotated[int, typer.Option("--device", metavar="N", help="Of those that the process sees.")] = 0,
 ) -> None:
@@ -304,10 +327,13 @@ def doctor(
         raise ConfigError("say what to examine: kvpact doctor --gpu")
     from kvpact.cli.doctor import examine_gpu
 
-    if not examine_gpu(device, json):
+    if not examine_gpu(device, output, as_json=json):
         raise typer.Exit(1)
 
 
 def main() -> None:
     """The console script."""
+    if sys.platform != "linux":
+        print(f"kvpact: kvpact runs on Linux only, and this is {sys.platform}", file=sys.stderr)
+        sys.exit(2)
     app(prog_name="kvpact")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvpact.cli.screen import console
+from kvpact.cli.screen import console, print_json
 from kvpact.errors import ConfigError, KvpactError
 from kvpact.own_files import replace_own
 from kvpact.worker.device.examination import Bench, examine
@@ -41,9 +41,12 @@ def bench_of(number: int) -> Bench:
     return Bench(device, lambda rows, size: torch.zeros((rows, size), dtype=torch.uint8, device=at), compute)
 
 
-def examine_gpu(number: int, file: Path | None) -> bool:
-    """Print the figures, and write them to `file`, as they come; returns whether the copies can be used."""
-    screen = console()
+def examine_gpu(number: int, file: Path | None, *, as_json: bool) -> bool:
+    """Print the figures, and write them to `file`, as they come; returns whether the copies can be used.
+
+    With `as_json` they are printed at the end.
+    """
+    screen = console(quiet=as_json)
     found: dict[str, Any] = {"sections": {}, "sound": False}
 
     def tell(section: str, figures: dict[str, Any]) -> None:
@@ -58,7 +61,7 @@ def examine_gpu(number: int, file: Path | None) -> bool:
     try:
         write()
     except OSError as error:
-        raise ConfigError(f"--json: {file} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--output: {file} cannot be written: {error.strerror}") from None
     try:
         bench = bench_of(number)
         found["device"] = bench.device.name
@@ -69,6 +72,8 @@ def examine_gpu(number: int, file: Path | None) -> bool:
         found["error"] = str(error)
         screen.print(f"kvpact: {error}")
     write()
+    if as_json:
+        print_json(found)
     return bool(found["sound"])
 
 

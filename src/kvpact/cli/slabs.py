@@ -5,7 +5,7 @@ Owns the tables and their texts. Never changes a file; the tier reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kvpact.cli.screen import age, console, print_json, progress, table
+from kvpact.cli.screen import BAD, age, bad, busy, console, print_json, progress, table
 from kvpact.errors import TierError, printable
 from kvpact.tiers.disk.inspection import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
@@ -26,7 +26,8 @@ RECORDS_SHOWN: Final = 20
 
 def inspect_directory(path: Path, *, as_json: bool) -> None:
     """Print what the slabs in a directory hold. Raises TierError if it cannot be read."""
-    slabs = scan_directory(path)
+    with busy(f"reading {path}"):
+        slabs = scan_directory(path)
     if as_json:
         print_json({"slabs": [asdict(slab) for slab in slabs]})
         return
@@ -34,12 +35,13 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
     if not slabs:
         output.print(f"no slabs in {path}")
         return
-    rows = table(["slab", "state"], ["blocks", "of", "bytes", "file", "newest", "oldest"])
+    rows = table(["slab", "model", "state"], ["blocks", "of", "bytes", "file", "newest", "oldest"])
     for slab in slabs:
         ages = (age(slab.newest_age), age(slab.oldest_age)) if slab.blocks else ("", "")
         rows.add_row(
             slab.path.stem,
-            _state(slab),
+            model_of(slab.fields),
+            bad(_state(slab)) if slab.problem else _state(slab),
             str(slab.blocks),
             str(slab.slots),
             format_size(slab.payload_bytes),
@@ -49,7 +51,12 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
     output.print(rows)
     for slab in slabs:
         if slab.problem:
-            output.print(slab.problem)
+            output.print(slab.problem, style=BAD)
+
+
+def model_of(fields: Mapping[str, str]) -> str:
+    """What people call the model of a namespace; its weights where nobody noted the name."""
+    return fields.get("model", fields.get("weights", ""))[:40]
 
 
 def verify_directory(path: Path, *, as_json: bool) -> bool:
@@ -93,7 +100,7 @@ def _show_verification(path: Path, reports: list[VerifyReport], unreadable: dict
         rows = table(["slab"], ["records", "sound", "damaged", "torn", "orphans", "changed"])
         for report in reports:
             counts = (report.records, report.sound, len(report.damaged), report.torn, report.orphans, report.changed)
-            rows.add_row(report.path.stem, *map(str, counts))
+            rows.add_row(report.path.stem, *map(str, counts), style=BAD if report.damaged else None)
         output.print(rows)
     damaged = [[_damage(record, report.path) for record in report.damaged] for report in reports]
     show_damage(output, damaged, unreadable.values())
@@ -103,11 +110,11 @@ def show_damage(output: Console, damaged: Sequence[Sequence[str]], unreadable: I
     """Print the damaged records by slab or store, then what could not be read."""
     for lines in damaged:
         for line in lines[:RECORDS_SHOWN]:
-            output.print(line)
+            output.print(line, style=BAD)
         if len(lines) > RECORDS_SHOWN:
             output.print(f"... and {len(lines) - RECORDS_SHOWN} more; --json lists all")
     for reason in unreadable:
-        output.print(reason)
+        output.print(reason, style=BAD)
     if any(damaged):
         output.print("damaged records are never served: the engine takes them for misses and writes them anew")
 

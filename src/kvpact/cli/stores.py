@@ -16,19 +16,23 @@ from timeit import repeat
 from typing import Any, Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.text import Text
 
 from kvpact.border import json_object
 from kvpact.cache.stats_file import stats_files
-from kvpact.cli.screen import age, console, print_json, progress, table
-from kvpact.cli.slabs import show_damage
-from kvpact.errors import ConfigError, DataError, TierError
+from kvpact.cli.screen import BAD, age, bad, busy, console, print_json, progress, table
+from kvpact.cli.slabs import model_of, show_damage
+from kvpact.errors import ConfigError, DataError, TierError, reason_of
+from kvpact.identity.keys import KEY_BYTES
 from kvpact.metrics import TIER_LABELS, series
 from kvpact.own_files import OwnFolder
+from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
 from kvpact.tiers.disk.slab_directory import SlabDirectory, look_at
-from kvpact.tiers.registry import load_seal, open_store
+from kvpact.tiers.registry import load_seal, open_for_tool, open_store
 from kvpact.tiers.shared.inspection import older, summarize, verify_store
 from kvpact.tiers.shared.store import RecordStore, StoreError, remove_all
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import TierURL, parse_tier_url
 from kvpact.units import format_size
 
@@ -38,8 +42,22 @@ PROBES: Final = 5
 NAME_DIGITS: Final = 8
 """Digits of a namespace's name that whoever removes it types at least."""
 
+WORKS: Final = "works"
+"""The state of a tier that answers."""
+
 _PATIENCE_S: Final = 2.0
 _DIRECTORIES: Final = ("dir", "file")
+
+COUNTED: Final = (
+    "open_breakers",
+    "lookup_seconds",
+    "read_bytes_per_second",
+    "held_blocks",
+    "used_bytes",
+    "tier_failures",
+    "skipped_lookups",
+)
+"""What is shown of what an engine has counted of a tier: series of `kvpact.metrics`."""
 
 
 def parse_place(text: str) -> TierURL | Path:
@@ -91,7 +109,7 @@ def opened_for_removal(url: TierURL) -> Iterator[RecordStore]:
 
 def inspect_store(url: TierURL, *, as_json: bool) -> None:
     """Print what a shared store holds. Raises TierError."""
-    with opened_as_it_is(url) as store:
+    with busy(f"reading {url}"), opened_as_it_is(url) as store:
         groups = summarize(store)
         usage = store.usage()
     if as_json:
@@ -112,7 +130,7 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
         rows.add_row(
             group.group.partition("-")[0],
             "yes" if group.sealed else "no",
-            group.fields.get("model", group.fields.get("weights", ""))[:40],
+            model_of(group.fields),
             str(group.blocks),
             format_size(group.bytes),
             age(group.newest_age),
@@ -136,7 +154,7 @@ def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -
     output = console()
     rows = table(["store"], ["records", "sound", "damaged", "other seal", "gone meanwhile"])
     counts = (report.records, report.sound, len(report.damaged), report.unsealed, report.gone)
-    rows.add_row(str(url), *map(str, counts))
+    rows.add_row(str(url), *map(str, counts), style=BAD if report.damaged else None)
     output.print(rows)
     show_damage(output, [[f"{record.name[:50]}: {record.reason}" for record in report.damaged]])
     return not report.damaged
@@ -151,6 +169,11 @@ def collect(place: TierURL | Path, namespace: str | None, seconds: float | None,
     Raises TierError: no namespace begins with it, several do, an engine uses the slab, or the store fails.
     """
     before = None if seconds is None else time.time() - seconds
+    with busy(f"looking through {place}" if dry_run else f"removing from {place}"):
+        return _collect(place, namespace, before, dry_run=dry_run)
+
+
+def _collect(place: TierURL | Path, namespace: str | None, before: float | None, *, dry_run: bool) -> int:
     if isinstance(place, Path):
         with _locked_slabs(place) as slabs:
             doomed = _doomed(slabs, namespace, before, place)
@@ -210,7 +233,8 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
     """Print the state of tiers: as they answer now, and by the stats file of each engine; returns whether all work."""
     files = stats_files(stats_file) if stats_file else []
     engines = {file: _count_tiers(_read_stats(file)) for file in files}
-    rows = [_probe(url) for url in urls]
+    with busy("asking the tiers"):
+        rows = [_probe(url) for url in urls]
     if as_json:
         engine = [row | {"stats": str(file)} for file, counted in engines.items() for row in counted]
         print_json({"now": rows, "engine": engine})
@@ -223,7 +247,10 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
         if rows:
             asked = table(["tier", "state"], ["look-up", "used", "capacity"])
             for row in rows:
-                asked.add_row(*row.values())
+                state = row["state"] if row["state"] == WORKS else bad(row["state"])
+                lookup = row["lookup_seconds"]
+                sizes = (format_size(row[name]) if row[name] else "" for name in ("used_bytes", "capacity_bytes"))
+                asked.add_row(row["tier"], state, _milliseconds(lookup), *sizes)
             output.print(asked)
         for file, counted in engines.items():
             if counted:
@@ -231,29 +258,46 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
                 output.print(f"as the engine{of_it} sees them:")
                 shown = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
                 for row in counted:
-                    shown.add_row(*map(str, row.values()))
+                    shown.add_row(*_as_shown(row))
                 output.print(shown)
-    return all(row["state"] == "works" for row in rows)
+    return all(row["state"] == WORKS for row in rows)
 
 
-def _probe(url: TierURL) -> dict[str, str]:
-    row = {"tier": str(url), "state": "works", "lookup": "", "used": "", "capacity": ""}
+def _probe(url: TierURL) -> dict[str, Any]:
+    """How a tier is now, in base units; None where that is unknown."""
+    row = {"tier": str(url), "state": WORKS, **_figures(None, 0, 0)}
     try:
         if url.scheme in ("disk", *_DIRECTORIES) and (trouble := _trouble_with(Path(url.path))):
             return row | {"state": trouble}
         if url.scheme == "disk":
             used = sum(path.stat().st_size for path in SlabDirectory(Path(url.path)).slab_paths())
-            return row | {"used": format_size(used), "capacity": format_size(url.capacity)}
+            return row | _figures(None, used, url.capacity)
+        if url.scheme not in SCHEMES:
+            return row | _probe_of_others(url)
         with opened(url) as store:
             seconds = median(repeat(lambda: store.exists(["0" * 16 + "/" + "0" * 64]), number=1, repeat=PROBES))
             usage = store.usage()
     except (TierError, ConfigError) as error:
         return row | {"state": str(error)}
-    return row | {
-        "lookup": f"{seconds * 1e3:.2f} ms",
-        "used": format_size(usage.used_bytes) if usage.used_bytes else "",
-        "capacity": format_size(usage.capacity_bytes) if usage.capacity_bytes else "",
-    }
+    return row | _figures(seconds, usage.used_bytes, usage.capacity_bytes)
+
+
+def _probe_of_others(url: TierURL) -> dict[str, Any]:
+    """How another package's tier is, of which only the `Tier` is known. Raises TierError."""
+    tier = open_for_tool(url)
+    try:
+        seconds = median(repeat(lambda: tier.lookup([bytes(KEY_BYTES)]), number=1, repeat=PROBES))
+        health = tier.health()
+        held = tier.store.usage() if isinstance(tier, SharedTier) else tier.capacity()
+    except Exception as error:
+        raise TierError(f"{url}: {reason_of(error)}") from error
+    finally:
+        tier.close()
+    return _figures(seconds, held.used_bytes, held.capacity_bytes) | ({} if health.ok else {"state": health.reason})
+
+
+def _figures(lookup: float | None, used: int, capacity: int) -> dict[str, Any]:
+    return {"lookup_seconds": lookup, "used_bytes": used or None, "capacity_bytes": capacity or None}
 
 
 def _trouble_with(directory: Path) -> str:
@@ -279,17 +323,26 @@ def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:
     def of(metric: str) -> float:
         return counts.get(series(metric, name), 0)
 
-    speed = of("read_bytes_per_second")
-    return {
-        "tier": str(name),
-        "breaker": "open" if of("open_breakers") else "",
-        "lookup": f"{of('lookup_seconds') * 1e3:.2f} ms" if of("lookup_seconds") else "",
-        "read": f"{format_size(int(speed))}/s" if speed else "",
-        "held": int(of("held_blocks")) or "",
-        "used": format_size(int(of("used_bytes"))) if of("used_bytes") else "",
-        "failures": int(of("tier_failures")) or "",
-        "skipped": int(of("skipped_lookups")) or "",
-    }
+    return {"tier": str(name), **{metric: of(metric) for metric in COUNTED}}
+
+
+def _as_shown(row: Mapping[str, Any]) -> list[str | Text]:
+    """The cells of a tier's row, in the order of `COUNTED`."""
+    speed, used = int(row["read_bytes_per_second"]), int(row["used_bytes"])
+    return [
+        row["tier"],
+        bad("open") if row["open_breakers"] else "",
+        _milliseconds(row["lookup_seconds"]),
+        f"{format_size(speed)}/s" if speed else "",
+        f"{row['held_blocks']:.0f}" if row["held_blocks"] else "",
+        format_size(used) if used else "",
+        bad(f"{row['tier_failures']:.0f}") if row["tier_failures"] else "",
+        f"{row['skipped_lookups']:.0f}" if row["skipped_lookups"] else "",
+    ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds else ""
 
 
 def _read_stats(path: Path) -> dict[str, float]:

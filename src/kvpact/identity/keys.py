@@ -311,6 +311,8 @@ class Namespace:
     """Everything that must be equal for two engines to share KV bytes, by name, and the digest over it."""
 
     fields: Mapping[str, str]
+    model: str = field(default="", compare=False)
+    """What people call the model, for tools. It decides nothing: other names may be given to the same weights."""
 
     @property
     def digest(self) -> bytes:
@@ -325,6 +327,11 @@ class Namespace:
     def describe(self) -> str:
         """The fields as canonical JSON; stored beside the data so that a mismatch can be explained."""
         return json.dumps(dict(sorted(self.fields.items())), separators=(",", ":"), ensure_ascii=True)
+
+    @property
+    def for_people(self) -> Namespace:
+        """The fields with the model's name among them, as tools show them."""
+        return Namespace({"model": self.model, **self.fields} if self.model else self.fields)
 
     @classmethod
     def parse(cls, text: bytes | str) -> Namespace:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Protocol, TypeAlias, cast
+from typing import Final, Protocol, TypeAlias, cast
 
-from kvpact.errors import ConfigError, NoSuchTier, TierError
+from kvpact.errors import ConfigError, KvpactError, NoSuchTier, TierError, reason_of
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.backends import BACKEND_OF, BACKENDS, ENTRY_POINTS
 from kvpact.tiers.base import UNSEALED, RecordMac, Tier
@@ -24,11 +24,19 @@ from kvpact.tiers.urls import TierURL
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is opened for. `slot_bytes` is the largest block's size over all ranks; others may be smaller."""
+    """What a tier is opened for. `slot_bytes` is the largest block's size over all ranks; others may be smaller.
+
+    With `for_tool` a command looks at what is there: opening, asking, reading and closing create and evict nothing.
+    """
 
     namespace: Namespace
     slot_bytes: int
     seal: RecordMac = UNSEALED
+    for_tool: bool = False
+
+
+OF_A_TOOL: Final = TierContext(Namespace({"tool": "kvpact"}), 4096, for_tool=True)
+"""What a command opens another package's tier for: no engine has this namespace."""
 
 
 OpenTier: TypeAlias = "Callable[[TierURL, TierContext], Tier]"
@@ -46,13 +54,36 @@ def open_store(url: TierURL, *, for_tool: bool = False) -> RecordStore:
     """The store behind a shared tier's URL. Raises TierError.
 
     With `for_tool`, for tools: opening, asking, reading and closing create, evict, lend and prolong nothing. Only
-    `remove` changes the store.
+    `remove` changes the store. Then another package's is that of its `SharedTier`.
     """
     backend = BACKEND_OF.get(url.scheme)
+    if backend is None and for_tool:
+        return _store_of(url, open_for_tool(url))
     if backend is None or not backend.shared:
         shared = [scheme for backend in BACKENDS if backend.shared for scheme in backend.schemes]
         raise NoSuchTier(f"{url} is no store that several engines share; those are {', '.join(shared)}")
     return cast(OpenStore, resolve_name(backend.opener))(url, for_tool=for_tool)
+
+
+def open_for_tool(url: TierURL) -> Tier:
+    """Another package's tier, for a command. Raises TierError, whatever the package raises."""
+    try:
+        return open_tier(url, OF_A_TOOL)
+    except KvpactError:
+        raise
+    except Exception as error:
+        raise TierError(f"{url}: {reason_of(error)}") from error
+
+
+def _store_of(url: TierURL, tier: Tier) -> RecordStore:
+    if isinstance(tier, SharedTier):
+        tier.store.record_bytes = None  # of any model
+        return tier.store
+    tier.close()
+    raise NoSuchTier(
+        f"{url}: a {type(tier).__name__} is opened for one model, and shows a command nothing of what others stored; "
+        "kvpact tiers says how it is, and only a SharedTier over a RecordStore can be looked into"
+    )
 
 
 def open_tier(url: TierURL, place: TierContext) -> Tier:

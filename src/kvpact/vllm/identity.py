@@ -53,5 +53,6 @@ def engine_namespace(
             "pipeline_parallel": str(parallel.pipeline_parallel_size),
             **workers,
             **({"kv_cache_groups": groups.digest} if groups is not None and groups.several else {}),
-        }
+        },
+        str(model.served_model_name),
     )

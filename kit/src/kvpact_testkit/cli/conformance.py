@@ -41,7 +41,9 @@ def conformance(
     target: Annotated[
         str, typer.Argument(metavar="MODULE:CLASS", help="With --peers: one peer, by default all.", show_default=False)
     ] = "",
-    config: Annotated[str, typer.Option("--config", metavar="JSON", help="Settings of the cache or connector.")] = "{}",
+    settings: Annotated[
+        str, typer.Option("--settings", metavar="JSON", help="Those of the cache or connector.")
+    ] = "{}",
     engine: Annotated[
         EngineChoice | None, typer.Option("--engine", help="Default: vllm for its connectors.", show_default=False)
     ] = None,
@@ -64,30 +66,30 @@ def conformance(
 
         sound = judge_peers(target, peers_python or [], as_json=as_json)
     elif target:
-        sound = check_conformance(target, config, engine, as_json=as_json)
+        sound = check_conformance(target, settings, engine, as_json=as_json)
     else:
         raise ConfigError('say what to check: "module:Class", or --peers')
     if not sound:
         raise typer.Exit(1)
 
 
-def check_conformance(target: str, config: str, engine: EngineChoice | None, *, as_json: bool) -> bool:
+def check_conformance(target: str, settings: str, engine: EngineChoice | None, *, as_json: bool) -> bool:
     """Run the kit against `target`, "module:Class", and print what it found; whether nothing is broken.
 
-    `config` is JSON: the settings of the cache, or a connector's `kv_connector_extra_config`. Without `engine`, vLLM's
+    `settings` are JSON: those of the cache, or a connector's `kv_connector_extra_config`. Without `engine`, vLLM's
     connectors run under vLLM and everything else on the embedded engine.
 
     Raises:
-        ConfigError: the target or the configuration cannot be used.
+        ConfigError: the target or the settings cannot be used.
     """
-    settings = _settings(config)
+    given = _settings(settings)
     thing = _find(target)
     of_vllm = hasattr(thing, "get_num_new_matched_tokens")
     chosen = engine or (EngineChoice.vllm if of_vllm else EngineChoice.embedded)
     logging.disable(logging.CRITICAL)  # the kit causes faults on purpose, so the cache's log lines are noise
     try:
         run = _under_vllm if chosen is EngineChoice.vllm else _embedded
-        report = run(target, thing, settings)
+        report = run(target, thing, given)
     finally:
         logging.disable(logging.NOTSET)
     if as_json:
@@ -97,13 +99,13 @@ def check_conformance(target: str, config: str, engine: EngineChoice | None, *, 
     return not report.broken
 
 
-def _settings(config: str) -> dict[str, Any]:
+def _settings(text: str) -> dict[str, Any]:
     try:
-        settings = json.loads(config)
+        settings = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--config is not JSON: {error}") from None
+        raise ConfigError(f"--settings are not JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"--config must be a JSON object, not {config}")
+        raise ConfigError(f"--settings must be a JSON object, not {text}")
     return settings
 
 
@@ -131,7 +133,7 @@ def _embedded(target: str, thing: Any, settings: Mapping[str, Any]) -> Conforman
         raise ConfigError(f"{target} is a connector of vLLM's: use --engine vllm")
     if isinstance(thing, type) and issubclass(thing, CacheConformance):
         if settings:
-            raise ConfigError(f"{target} says itself how its cache is made; it takes no --config")
+            raise ConfigError(f"{target} says itself how its cache is made; it takes no --settings")
         return run_suite_as_report(thing, target, progress=_progress)
     if not callable(thing):
         raise ConfigError(f"{target} is neither a class nor a function that makes a cache for a CacheContext")

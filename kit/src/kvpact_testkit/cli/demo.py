@@ -23,8 +23,9 @@ ENGINE_PACKAGES: Final = ("vllm", "torch", "transformers")
 
 
 def demo(
-    json_path: Annotated[
-        str | None, typer.Option("--json", metavar="PATH", help="Write the figures as one JSON object; - for stdout.")
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Gets the figures as JSON.", show_default=False)
     ] = None,
     work: Annotated[Path, typer.Option(help="Directory for the model, the logs and the disk tier.")] = Path(
         ".kvpact-demo"
@@ -72,8 +73,8 @@ def demo(
     try:
         shutil.rmtree(last, ignore_errors=True)
         last.mkdir(parents=True)
-        if json_path not in (None, "-"):
-            Path(json_path).open("a").close()  # fails now rather than at the end
+        if output is not None:
+            output.open("a").close()  # fails now rather than at the end
     except OSError as error:
         raise ConfigError(f"cannot write to {error.filename}: {error.strerror}") from None
     try:
@@ -86,13 +87,13 @@ def demo(
     finally:
         shutil.rmtree(last / "disk", ignore_errors=True)  # gigabytes; the logs stay
     figures = json.dumps(asdict(report), indent=2)
-    if json_path == "-":
+    if as_json:
         print(figures)
     else:
         show(report, Console())
-        if json_path is not None:
-            Path(json_path).write_text(f"{figures}\n")
+    if output is not None:
+        output.write_text(f"{figures}\n")
     if report.failures:
-        if json_path == "-":
+        if as_json:
             progress.print(*report.failures, sep="\n", markup=False)
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -20,7 +20,7 @@ from kvpact.own_files import OwnFolder, closing, open_own
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header
 from kvpact.tiers.disk.header_table import occupied, pieces_of
 from kvpact.tiers.disk.slab import PAGE_BYTES, SlabReader, Superblock, refuted_in
-from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at
+from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at, model_beside
 from kvpact.tiers.record import GROUP_BYTES
 
 
@@ -183,7 +183,7 @@ def _summary(item: Neighbour) -> SlabSummary | None:
     return SlabSummary(
         path=path,
         namespace=superblock.namespace.name,
-        fields=superblock.namespace.fields,
+        fields=replace(superblock.namespace, model=model_beside(path)).for_people.fields,
         slot_bytes=superblock.slot_bytes,
         slots=superblock.slots_in(superblock.claim_bytes),
         blocks=len(written),

@@ -20,7 +20,7 @@ from typing import Final
 
 from kvpact.errors import TierError, printable
 from kvpact.identity.keys import Namespace
-from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own
+from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own, replace_own
 from kvpact.tiers.disk.file_lock import is_locked, lock_file, unlock_file
 from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, close_in_children
 from kvpact.tiers.free_space import warn_if_scarce
@@ -38,6 +38,10 @@ ABSENT_S: Final = 600.0
 
 _RETRY_S = 0.02
 _NEWCOMER_SUFFIX: Final = ".newcomer"
+_MODEL_SUFFIX: Final = ".model"
+
+MODEL_BYTES: Final = 1024
+"""Bytes of a model's name that are noted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,15 @@ class SlabDirectory:
         """The file of the namespace's slab of this number, from 0 on."""
         return self.path / f"{namespace.name}{f'-{number}' if number else ''}{SLAB_SUFFIX}"
 
+    def note_model(self, namespace: Namespace) -> None:
+        """Write the model's name beside the namespace's slabs, for people; names without a slab go. Raises OSError."""
+        for path in self.path.glob(f"*{_MODEL_SUFFIX}"):
+            if not any(self.path.glob(f"{path.stem}*{SLAB_SUFFIX}")):
+                path.unlink(missing_ok=True)
+        if namespace.model and model_beside(self.slab_path(namespace, 0)) != namespace.model:
+            name = f"{namespace.name}{_MODEL_SUFFIX}"
+            replace_own(self.path / name, namespace.model.encode(errors="replace")[:MODEL_BYTES], self.access)
+
     def neighbours(self, own: Path | None) -> list[Neighbour]:
         """All slabs except `own`, least recently used first. The directory must be locked."""
         found = [look_at(path) for path in self.slab_paths() if path != own]
@@ -270,6 +283,14 @@ class SlabDirectory:
                 if generous == needed:
                     raise
                 grow(needed)
+
+
+def model_beside(slab: Path) -> str:
+    """What people call the model of a slab; "" if nobody has noted it."""
+    name = slab.stem.partition("-")[0] + _MODEL_SUFFIX
+    with suppress(OSError), open(open_own(slab.with_name(name), os.O_RDONLY), "rb") as file:
+        return file.read(MODEL_BYTES).decode(errors="replace")
+    return ""
 
 
 def look_at(path: Path) -> Neighbour | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -57,6 +58,8 @@ class SlabOpener:
                 with self.directory.locked(max(timeout, _LOCK_S)):
                     slab = self._try(may_make_another=is_late)
                 if slab is not None:
+                    with suppress(OSError):
+                        self.directory.note_model(self.namespace)
                     return slab
                 time.sleep(_RETRY_S)
         except OSError as error:

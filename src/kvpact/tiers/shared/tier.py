@@ -337,7 +337,7 @@ class SharedTier(Tier):
     def _describe(self) -> None:
         """Store the namespace's fields beside the records, once."""
         if not self._described:
-            self.store.write([f"{self._group}/{NAMESPACE_RECORD}"], [[self._namespace.describe().encode()]])
+            self.store.write([f"{self._group}/{NAMESPACE_RECORD}"], [[self._namespace.for_people.describe().encode()]])
             self._described = True
 
     # Removal

@@ -143,5 +143,6 @@ def offload_namespace(vllm_config: Any, spec: Any, row_bytes: int) -> Namespace:
             "blocks_per_chunk": str(config.cache.blocks_per_chunk),
             "row_bytes": str(row_bytes),
             "groups": f"{len(groups)}, {blake3(json.dumps(groups).encode()).hexdigest()[:32]}",
-        }
+        },
+        str(model.served_model_name),
     )
