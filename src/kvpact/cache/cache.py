@@ -85,6 +85,8 @@ class PactCache(ExternalCache):
         self._idle_steps = IdleSteps(clock)
         self._computing = self._loading = 0
         """Tokens that the engine computes in the running step, and blocks that its commits load into."""
+        self._valued_tokens = 0
+        """Used tokens whose prefill is counted as spared."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
         of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
@@ -368,11 +370,16 @@ class PactCache(ExternalCache):
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
-        self.metrics.set("prefill_speed", self._planner.prefill.tokens_per_second)
+        speed, used = self._planner.prefill.tokens_per_second, self.ledger.totals.used_tokens
+        self.metrics.set("prefill_speed", speed)
+        if speed:
+            self.metrics.add("spared_prefill_seconds", (used - self._valued_tokens) / speed)
+            self._valued_tokens = used
         for name, total, label in self.ledger.totals.counts():
             self.metrics.raise_to(name, total, label)
         self.metrics.set("open_plans", len(self.ledger.open_plans()))
         self.metrics.set("leases_held", self.ledger.totals.leases_held)
+        self.metrics.set("tier_up", self._arena.standing is not Standing.REFUTED, MEMORY)
         self.metrics.set("held_blocks", self.index.held_count, MEMORY)
         self.metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
         self.tiers.observe()

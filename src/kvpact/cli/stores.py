@@ -22,7 +22,7 @@ from kvpact.cache.stats_file import stats_files
 from kvpact.cli.screen import age, console, print_json, progress, table
 from kvpact.cli.slabs import show_damage
 from kvpact.errors import ConfigError, DataError, TierError
-from kvpact.metrics import TIER_LABELS, series
+from kvpact.metrics import series, tiers_in
 from kvpact.own_files import OwnFolder
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
 from kvpact.tiers.disk.slab_directory import SlabDirectory, look_at
@@ -270,8 +270,7 @@ def _trouble_with(directory: Path) -> str:
 
 def _count_tiers(counts: Mapping[str, float]) -> list[dict[str, Any]]:
     """The tiers of which the engine with these counts has counted anything."""
-    tiers = [name for name in TIER_LABELS if counts.get(series("capacity_blocks", name)) is not None]
-    found = [_as_counted(counts, name) for name in tiers]
+    found = [_as_counted(counts, name) for name in tiers_in(counts)]
     return [row for row in found if any(value for key, value in row.items() if key != "tier")]
 
 
@@ -279,11 +278,12 @@ def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:
     def of(metric: str) -> float:
         return counts.get(series(metric, name), 0)
 
-    speed = of("read_bytes_per_second")
+    speed, lookups = of("read_bytes_per_second"), counts.get(f'lookup_seconds_count{{tier="{name}"}}', 0)
+    seconds = counts.get(f'lookup_seconds_sum{{tier="{name}"}}', 0) / (lookups or 1)
     return {
         "tier": str(name),
         "breaker": "open" if of("open_breakers") else "",
-        "lookup": f"{of('lookup_seconds') * 1e3:.2f} ms" if of("lookup_seconds") else "",
+        "lookup": f"{seconds * 1e3:.2f} ms" if lookups else "",
         "read": f"{format_size(int(speed))}/s" if speed else "",
         "held": int(of("held_blocks")) or "",
         "used": format_size(int(of("used_bytes"))) if of("used_bytes") else "",
