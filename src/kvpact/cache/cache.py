@@ -79,6 +79,7 @@ class PactCache(ExternalCache):
         namespace, groups, classes, copies_per_block = engine
         block_size = groups.block_size
         self.metrics = metrics = metrics or Metrics()
+        metrics.set("tier_up", 1, MEMORY)
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = index_of(arena, groups, classes)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
@@ -379,7 +380,6 @@ class PactCache(ExternalCache):
             self.metrics.raise_to(name, total, label)
         self.metrics.set("open_plans", len(self.ledger.open_plans()))
         self.metrics.set("leases_held", self.ledger.totals.leases_held)
-        self.metrics.set("tier_up", self._arena.standing is not Standing.REFUTED, MEMORY)
         self.metrics.set("held_blocks", self.index.held_count, MEMORY)
         self.metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
         self.tiers.observe()

@@ -27,7 +27,7 @@ from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
-from kvpact.metrics import Metrics, Snapshot, explain_misses
+from kvpact.metrics import MEMORY, Metrics, Snapshot, explain_misses
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.urls import tier_labels
@@ -155,6 +155,7 @@ class MountedCache:
         if not self._is_given_up:
             self._is_given_up = True
             self._metrics.add("refuted_copies")
+            self._metrics.set("tier_up", 0, MEMORY)
             logger.error("kvpact: a rank has found a wrong copy; this engine goes on without a cache")
             self.weights.reset()
             if self.own is not None:
