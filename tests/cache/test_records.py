@@ -47,9 +47,8 @@ def test_a_request_that_is_served_says_from_where_and_how_much(scene: Scene) -> 
     assert record.loaded_tokens == record.used_tokens == 2 * BLOCK_SIZE
     assert record.found is not None
     assert record.found.resident == 4
-    finished = scene.cache.requests.records.finished
-    assert (finished.requests, finished.prompt_tokens) == (2, 34)
-    assert (finished.engine_tokens, finished.used_tokens) == (BLOCK_SIZE, 2 * BLOCK_SIZE)
+    prompts = scene.cache.requests.records.prompts
+    assert (prompts.requests, prompts.tokens, prompts.engine_tokens) == (2, 34, BLOCK_SIZE)
 
 
 def test_what_a_tier_had_is_told_although_it_was_read_into_memory_first(tmp_path: Path) -> None:
@@ -82,7 +81,6 @@ def test_the_last_requests_are_kept_and_one_that_comes_again_begins_anew() -> No
     for name in "abcda":
         records.begin(name, 1)
     assert [(record.request_id, record.arrived_at) for record in records.all()] == [("c", 7.0), ("d", 7.0), ("a", 7.0)]
-    assert records.of("b") is None
     records.note_saved("b", 1)
 
 

@@ -131,7 +131,7 @@ def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) ->
     assert found.metrics["promised_tokens"] == 16, "without a step in which it was collected"
     assert found.metrics[series("held_blocks", MEMORY)] == 4
     assert [tier.trouble for tier in found.tiers] == [""]
-    assert found.finished.requests == 1
+    assert (found.prompts.requests, found.prompts.tokens) == (1, 17)
 
 
 @pytest.mark.parametrize(

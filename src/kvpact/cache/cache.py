@@ -220,6 +220,8 @@ class PactCache(ExternalCache):
             self._loads.note_resumed(loaded)
         self._load_budget.note_running((request.request_id,))
         state = self.requests.of(request)
+        if not state.max_computed:
+            self.requests.records.note_begun(state.record)
         self._computing += max(0, num_computed_tokens - state.computed)
         quiet_until = self.saves.note(request, state, num_computed_tokens, block_ids)
         if not self.ledger.has_plan(request.request_id):
@@ -305,8 +307,6 @@ class PactCache(ExternalCache):
         state = self.requests.live.pop(request_id, None)
         if state is not None:
             state.drop_lookup()
-            if state.max_computed:
-                self.requests.records.note_finished(state.record)
 
     # Whole cache
 

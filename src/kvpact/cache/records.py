@@ -1,6 +1,6 @@
 """What became of each request, for people who ask why: one record for each of the last ones.
 
-Owns the records, of which there are at most `RECORDS`, and the sums over requests that have finished. Whoever learns
+Owns the records, of which there are at most `RECORDS`, and sums over all prompts. Whoever learns
 something of a request writes it into its record; nothing here decides anything.
 """
 
@@ -49,13 +49,14 @@ class RequestRecord(msgspec.Struct, gc=False):
     saved_blocks: int = 0
 
 
-class Finished(msgspec.Struct):
-    """Sums over the requests that have run and finished."""
+class Prompts(msgspec.Struct):
+    """Sums over the prompts that the engine has begun to compute."""
 
     requests: int = 0
-    prompt_tokens: int = 0
+    tokens: int = 0
     engine_tokens: int = 0
     used_tokens: int = 0
+    """Tokens that the cache supplied, as the ledger counts them."""
 
 
 class Records:
@@ -64,15 +65,11 @@ class Records:
     def __init__(self, most: int = RECORDS, clock: Callable[[], float] = time.time) -> None:
         self._most, self._clock = most, clock
         self._by_id: OrderedDict[str, RequestRecord] = OrderedDict()
-        self.finished = Finished()
+        self.prompts = Prompts()
 
     def all(self) -> list[RequestRecord]:
         """All records; the list is the caller's."""
         return list(self._by_id.values())
-
-    def of(self, request_id: str) -> RequestRecord | None:
-        """The record of a request, if it is still kept."""
-        return self._by_id.get(request_id)
 
     def begin(self, request_id: str, prompt_tokens: int) -> RequestRecord:
         """A request arrives."""
@@ -100,10 +97,8 @@ class Records:
         if record is not None:
             record.saved_blocks += blocks
 
-    def note_finished(self, record: RequestRecord) -> None:
-        """The request has finished, after it ran."""
-        finished = self.finished
-        finished.requests += 1
-        finished.prompt_tokens += record.prompt_tokens
-        finished.engine_tokens += record.engine_tokens
-        finished.used_tokens += record.used_tokens
+    def note_begun(self, record: RequestRecord) -> None:
+        """The engine computes the request for the first time."""
+        self.prompts.requests += 1
+        self.prompts.tokens += record.prompt_tokens
+        self.prompts.engine_tokens += record.engine_tokens

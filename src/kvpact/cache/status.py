@@ -14,7 +14,7 @@ import msgspec
 
 from kvpact import __version__
 from kvpact.cache.cache import PactCache
-from kvpact.cache.records import Finished, RequestRecord
+from kvpact.cache.records import Prompts, RequestRecord
 from kvpact.errors import DataError
 from kvpact.metrics import MEMORY, Metrics, Snapshot, series
 
@@ -56,7 +56,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     tiers: list[TierState] = []
     leases: list[Lease] = []
     records: list[RequestRecord] = []
-    finished: Finished = msgspec.field(default_factory=Finished)
+    prompts: Prompts = msgspec.field(default_factory=Prompts)
 
     @classmethod
     def parse(cls, raw: bytes) -> EngineStatus:
@@ -99,5 +99,6 @@ def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size:
         )
         for plan in cache.ledger.open_plans()
     ]
-    found.records, found.finished = cache.requests.records.all(), cache.requests.records.finished
+    found.records, prompts = cache.requests.records.all(), cache.requests.records.prompts
+    found.prompts = msgspec.structs.replace(prompts, used_tokens=cache.ledger.totals.used_tokens)
     return found

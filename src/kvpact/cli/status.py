@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpact.cache.records import Finished, RequestRecord
+from kvpact.cache.records import Prompts, RequestRecord
 from kvpact.cache.status import EngineStatus, TierState
 from kvpact.cache.status_socket import answers, places
 from kvpact.cli.screen import age, console, print_json, table
@@ -78,9 +78,9 @@ def _read_page(url: str) -> EngineStatus:
     other = found[f'{BY_SOURCE}{{source="external_kv_transfer"}}'] or found["vllm:external_prefix_cache_hits_total"]
     ups = {name.split('"')[1]: up for name, up in found.items() if name.startswith("tier_up{")}
     tiers = [TierState(tier, "" if up == len(engines) else "the server's log says why") for tier, up in ups.items()]
-    done = Finished(len(engines), *map(int, (found["vllm:prompt_tokens_total"], local, other)))
+    prompts = Prompts(len(engines), *map(int, (found["vllm:prompt_tokens_total"], local, other)))
     return EngineStatus(
-        pid=0, model=page, time=time.time(), block_size=0, metrics=dict(found), tiers=tiers, finished=done
+        pid=0, model=page, time=time.time(), block_size=0, metrics=dict(found), tiers=tiers, prompts=prompts
     )
 
 
@@ -115,7 +115,7 @@ def _of(engine: EngineStatus, name: str, tier: str = "") -> int:
 def _sources(engine: EngineStatus) -> dict[str, int]:
     """Tokens that were not computed, by what had them."""
     by_tier = {tier: _of(engine, "used_tokens_from", tier) for tier in (MEMORY, *(each.name for each in engine.tiers))}
-    return {"engine": engine.finished.engine_tokens} | by_tier
+    return {"engine": engine.prompts.engine_tokens} | by_tier
 
 
 def _misses(engine: EngineStatus) -> Counter[MissReason]:
@@ -141,8 +141,7 @@ def _advice(engine: EngineStatus) -> str:
 
 
 def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
-    done = engine.finished
-    whole, spared = done.prompt_tokens, done.engine_tokens + done.used_tokens
+    whole, spared = engine.prompts.tokens, engine.prompts.engine_tokens + engine.prompts.used_tokens
     share = "{:6.1%}".format if whole else (lambda _: "     -")
     yield "not computed", f"{share(spared / max(1, whole))} {spared:,} of {whole:,} prompt tokens"
     troubles = {tier.name: tier.trouble for tier in engine.tiers}

@@ -39,6 +39,8 @@ def test_the_records_add_up_to_what_the_ledger_counts(
     assert {name: sum(getattr(one, name) for one in records) for name in SUMS} == {name: counted[name] for name in SUMS}
     assert sum(one.saved_blocks for one in records) == counted["saved_blocks"]
     assert sum(one.plans for one in records) == counted["plans_opened"]
+    if not (upheaval or engine.counts.preemptions or engine.counts.failed_loads):  # else some hit more than once
+        assert cache.requests.records.prompts.engine_tokens == engine.counts.local_hits
     for record in records:
         assert record.used_tokens <= record.loaded_tokens <= record.committed_tokens <= record.promised_tokens
         assert record.engine_tokens < record.prompt_tokens
