@@ -17,7 +17,7 @@ SUMS = ("promised_tokens", "committed_tokens", "loaded_tokens", "used_tokens", "
 
 
 @pytest.mark.parametrize("preset", ["native", "vllm-0.32"])
-@settings(max_examples=15)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000),
     small=st.booleans(),
