@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvpact.cache import status_socket
@@ -122,7 +121,7 @@ def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) ->
     scene.prepare(SceneRequest("warm", tokens(17)))
     scene.now += 2.5
     cache = scene.cache
-    found = EngineStatus.parse(msgspec.json.encode(status_of(cache, cache.metrics, "a/model", BLOCK_SIZE)))
+    found = EngineStatus.parse(status_of(cache, cache.metrics, "a/model", BLOCK_SIZE).encoded())
     assert (found.pid, found.model, found.block_size) == (os.getpid(), "a/model", BLOCK_SIZE)
     (lease,) = found.leases
     assert (lease.request_id, lease.state, lease.blocks, lease.tokens) == ("warm", "PLANNED", (0, 4), 16)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvpact.cache.status import status_of
@@ -92,7 +91,7 @@ def engine(tmp_path: Path) -> Iterator[Scene]:
         scene.run_cold(request)
     scene.prepare(SceneRequest("cmpl-b", tokens(17)))
     cache = scene.cache
-    answering = StatusSocket(lambda: msgspec.json.encode(status_of(cache, cache.metrics, "a/model", BLOCK_SIZE)))
+    answering = StatusSocket(lambda: status_of(cache, cache.metrics, "a/model", BLOCK_SIZE).encoded())
     until(lambda: bool(answers()))
     yield scene
     answering.close()

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-import msgspec
-
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
@@ -169,7 +167,7 @@ class MountedCache:
     def listen(self, model: str) -> None:
         """From now on, until the end, people of this user may ask how the engine with this model does."""
         self._status_socket = StatusSocket(
-            lambda: msgspec.json.encode(status_of(self.own, self._metrics, model, self._block_size))
+            lambda: status_of(self.own, self._metrics, model, self._block_size).encoded()
         )
 
     def reset(self) -> None:

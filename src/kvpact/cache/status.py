@@ -58,6 +58,10 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     records: list[RequestRecord] = []
     prompts: Prompts = msgspec.field(default_factory=Prompts)
 
+    def encoded(self) -> bytes:
+        """The document as an engine sends it."""
+        return msgspec.json.encode(self)
+
     @classmethod
     def parse(cls, raw: bytes) -> EngineStatus:
         """The document that an engine sent. Raises DataError."""

@@ -107,10 +107,10 @@ class SchedulerSide:
         self._end_cache()
         self.mounted = self._mount(hellos)
         require_groups(self.mounted.cache, self._groups)
-        self.mounted.listen(str(self._vllm_config.model_config.model))
         self._stats = StatsCollector(self.mounted.observe)
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
+        self.mounted.listen(str(self._vllm_config.model_config.model))
 
     def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:
         config, vllm_config, groups = self._config, self._vllm_config, self._groups
