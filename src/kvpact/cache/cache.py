@@ -93,7 +93,8 @@ class PactCache(ExternalCache):
         of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
         requests = self.requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
         lifetime, anew = config.plan_lifetime, requests.may_wait_anew
-        ledger = self.ledger = PactLedger(index.unpin, plan_lifetime_seconds=lifetime, kept_waiting=anew)
+        ended = requests.records.note_ended
+        ledger = self.ledger = PactLedger(index.unpin, lifetime, kept_waiting=anew, note_ended=ended)
         limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
         load_budget = self._load_budget = LoadBudget(*limits)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)
@@ -222,6 +223,8 @@ class PactCache(ExternalCache):
             self._loads.note_resumed(loaded)
         self._load_budget.note_running((request.request_id,))
         state = self.requests.of(request)
+        if not state.max_computed:
+            self.requests.records.note_begun(state.record)
         self._computing += max(0, num_computed_tokens - state.computed)
         quiet_until = self.saves.note(request, state, num_computed_tokens, block_ids)
         if not self.ledger.has_plan(request.request_id):
@@ -283,7 +286,7 @@ class PactCache(ExternalCache):
         settlements = [settled for load in loads if (settled := self._loads.end(load))]
         settlements += [self._loads.end_late(load) for load in self._jobs.give_up(self._clock())]
         for save in saves:
-            self.saves.settle(save)
+            self.requests.records.note_saved(save.job.request_id, self.saves.settle(save))
         if self.tiers.clients and not self.budget.exhausted:
             self.writeback.offer_some()
         self._steps.end_saves(self._jobs.saves.__contains__)

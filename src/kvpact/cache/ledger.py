@@ -155,6 +155,8 @@ class Ledger(Generic[Lease, Slots]):
     postponed_steps: int = POSTPONED_STEPS
     kept_waiting: Callable[[str], object] | None = None
     """Told the request of each postponed plan that ends: it was the engine that kept it waiting."""
+    note_ended: Callable[[Plan[Lease, Slots]], object] | None = None
+    """Told each plan that has ended, once what the engine used of it is known."""
     totals: Totals = field(default_factory=Totals, init=False)
     history: deque[PlanRecord] = field(default_factory=partial(deque, maxlen=HISTORY_LENGTH), init=False)
     step: int = field(default=0, init=False)
@@ -341,7 +343,7 @@ class Ledger(Generic[Lease, Slots]):
             self._used_positions[plan.request_id] = after
         self.totals.used_tokens += plan.used_tokens
         self.totals.used_again_tokens += plan.used_again_tokens
-        self.history.append(_record(plan))
+        self._remember(plan)
 
     def note_step_match(
         self,
@@ -531,7 +533,12 @@ class Ledger(Generic[Lease, Slots]):
         del self._open[plan.request_id]
         self.totals.withdrawn_tokens += plan.promised_tokens
         self.totals.ended[reason] += 1
+        self._remember(plan)
+
+    def _remember(self, plan: Plan[Lease, Slots]) -> None:
         self.history.append(_record(plan))
+        if self.note_ended is not None:
+            self.note_ended(plan)
 
     def _hold(self, plan: Plan[Lease, Slots], leases: Iterable[Lease]) -> None:
         """Let the plan hold exactly `leases`; release its other ones."""

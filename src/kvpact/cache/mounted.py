@@ -17,6 +17,8 @@ from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
 from kvpact.cache.stats_file import StatsFile
+from kvpact.cache.status import status_of
+from kvpact.cache.status_socket import StatusSocket
 from kvpact.cache.weights_watch import WeightsWatch
 from kvpact.config import KvpactConfig
 from kvpact.contract import CacheSpec, ExternalCache, SupportsStepLookup
@@ -108,6 +110,7 @@ class MountedCache:
         self.weights = WeightsWatch(notices, self.cache)
         adapters.bind(LoadedAdapters(notices))
         self._stats_file = StatsFile(config.stats_file, replica) if config.stats_file else None
+        self._status_socket: StatusSocket | None = None
         logger.info(
             "kvpact: %d slots of %d bytes in memory, %d tier(s) below, namespace %s",
             arena.num_slots,
@@ -168,6 +171,12 @@ class MountedCache:
         """All counts as they are now."""
         return self.own.observe() if self.own is not None else self._metrics.snapshot()
 
+    def listen(self, model: str) -> None:
+        """From now on, until the end, people of this user may ask how the engine with this model does."""
+        self._status_socket = StatusSocket(
+            lambda: status_of(self.own, self._metrics, model, self._block_size).encoded()
+        )
+
     def reset(self) -> None:
         """The engine says that the weights may change."""
         self._may_have_counted = True
@@ -189,6 +198,8 @@ class MountedCache:
 
     def close(self) -> None:
         """Flush the tiers in bounded time, and log the counts."""
+        if self._status_socket is not None:
+            self._status_socket.close()
         self.use_late_tiers()
         if self._late_tiers is not None:
             self._late_tiers.close()

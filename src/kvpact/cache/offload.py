@@ -404,8 +404,8 @@ class Offloader:
         self.jobs.order_save(run, reservation.slots, pin, now)
         return room
 
-    def settle(self, save: SaveState) -> None:
-        """All ranks have reported: release the engine's blocks, and offer the tiers what was saved."""
+    def settle(self, save: SaveState) -> int:
+        """All ranks have reported: release the engine's blocks, and offer the tiers what was saved; its blocks."""
         run = save.run
         self.jobs.end(save)
         self._release(save)
@@ -424,6 +424,7 @@ class Offloader:
         elif saved:
             self.writeback.note_saved(Offer(run.keys, follow=False))
         self.writeback.note_became_held(became_held, run.keys)
+        return saved
 
     def _release(self, save: SaveState) -> None:
         if self._context is not None and save.holds:

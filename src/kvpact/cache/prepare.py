@@ -168,6 +168,8 @@ class Planner:
             self.tiers.poll()
         keys = probe.keys if plan is None or not self.groups.groups.sides else probe.keys[: plan.blocks.end]
         available = self._find(state, keys, probe.now, probe.start)
+        if plan is None:
+            state.record.found = available
         if plan is None and probe.now < deadline and self.asks_shared:
             self._ask(state, probe.keys, available)
             self._ask_more(state, probe.keys, max(available.resident, _chain_of(state)), probe.start)
@@ -459,7 +461,9 @@ class Planner:
         if state.last_lookup != start or (found is not None and state.found is not None and found != state.found):
             self.tiers.metrics.add("lookups")
             state.found = None
-        state.last_lookup = start
+        state.last_lookup = state.record.looked_up_from = start
+        if found is not None:
+            state.record.miss = None if found else reason
         if found is not None and state.found is None:
             state.found = found
             if found:

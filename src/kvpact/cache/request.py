@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvpact.cache.records import Records, RequestRecord
 from kvpact.cache.waiting import Event, Told, Waiting
 from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
@@ -88,6 +89,8 @@ class RequestState:
     the stored chain does. What the side groups lack there is saved."""
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
+    record: RequestRecord = field(default_factory=RequestRecord)
+    """What people are told of it."""
 
     def note_sound(self, rows: int) -> None:
         """So many of its rows, from the first on, were found to be sound."""
@@ -177,12 +180,14 @@ class Requests:
     tokens_ahead: int = 0
     """How many tokens after its block each key covers."""
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
+    records: Records = field(default_factory=Records, init=False)
 
     def of(self, request: EngineRequest) -> RequestState:
         """The request's state, a new one if there is none."""
         state = self.live.get(request.request_id)
         if state is None:
-            state = self.live[request.request_id] = RequestState()
+            record = self.records.begin(request.request_id, len(request.token_ids))
+            state = self.live[request.request_id] = RequestState(record=record)
         identity = request.identity
         if identity is not state.identity or state.generation != self.epochs.generation:
             self._identify(request.request_id, state, identity)
@@ -192,6 +197,8 @@ class Requests:
         """The state of a request for which the engine probes. It has `computed_tokens`; their blocks are unknown."""
         state = self.of(request)
         state.computed, state.sound, state.loaded_rows, state.quiet_until = computed_tokens, 0, 0, 0
+        if not state.max_computed:
+            state.record.engine_tokens = computed_tokens
         return state
 
     def note_running(

@@ -303,11 +303,42 @@ def tiers(
 
 
 @app.command()
-def why(stats: Annotated[Path, typer.Argument(metavar="FILE", help="A running engine's stats_file.")]) -> None:
-    """Say how many look-ups hit, and why most of the others did not."""
-    from kvpact.cli.stores import explain
+def status(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Of a server: http://localhost:8000.", show_default=False)
+    ] = None,
+    leases: Annotated[bool, typer.Option("--leases", help="List the plans that hold blocks now.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Say whether the cache helps: which prompt tokens were not computed, what is wrong, what to change.
 
-    typer.echo(explain(stats))
+    Without URL, of all engines of this user on this machine. Exit code 1 if a tier is down, 2 if no engine answers.
+    """
+    from kvpact.cli.status import show_status
+
+    if not show_status(url, leases=leases, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def why(
+    what: Annotated[
+        str | None, typer.Argument(metavar="[ID|FILE]", help="An answer's id, or a stats_file.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what became of a request, block by block, by the id of its answer; without one, of the last 20.
+
+    Of engines of this user on this machine. Of an engine's stats_file: how many look-ups hit, and why others did not.
+    """
+    if what is not None and ("/" in what or Path(what).exists()):
+        from kvpact.cli.stores import explain
+
+        typer.echo(explain(Path(what)))
+    else:
+        from kvpact.cli.status import show_requests
+
+        show_requests(what, as_json=json)
 
 
 @app.command()

@@ -154,6 +154,13 @@ class TierClient:
         """Whether the tier is not asked, except for a try now and then."""
         return self._lookups.is_open or self._reads.is_open or self._is_out
 
+    @property
+    def trouble(self) -> str:
+        """Why it is left alone; "" if it is not."""
+        if not self.is_open:
+            return ""
+        return self._contained("health", lambda: self.tier.health().reason, "") or "it does not answer in time"
+
     def may_read(self, now: float) -> bool:
         """Whether the tier may be read at `now`."""
         return not self._is_out and self._reads.is_ready(now)
@@ -236,8 +243,7 @@ class TierClient:
         if was_open and not self._was_open:
             logger.warning("kvpact: the %s tier works again", self.name)
         elif self._was_open and not was_open:
-            reason = self._contained("health", lambda: self.tier.health().reason, "") or "it does not answer in time"
-            logger.warning("kvpact: the %s tier is left alone for a while: %.300s", self.name, printable(reason))
+            logger.warning("kvpact: the %s tier is left alone for a while: %.300s", self.name, printable(self.trouble))
 
     # Asking
 

@@ -110,6 +110,7 @@ class SchedulerSide:
         self._stats = StatsCollector(self.mounted.observe, collect_samples=self._metrics.collect_samples)
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
+        self.mounted.listen(str(self._vllm_config.model_config.model))
 
     def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:
         config, vllm_config, groups = self._config, self._vllm_config, self._groups

@@ -1,0 +1,104 @@
+"""What became of each request, for people who ask why: one record for each of the last ones.
+
+Owns the records, of which there are at most `RECORDS`, and sums over all prompts. Whoever learns
+something of a request writes it into its record; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from kvpact.cache.ledger import Plan
+from kvpact.cache.lookup import Availability
+from kvpact.metrics import EndReason, MissReason
+
+RECORDS: Final = 256
+"""Requests of which a record is kept: about 100 KB."""
+
+
+class RequestRecord(msgspec.Struct, gc=False):
+    """One request. Tokens are sums over its plans that have ended; the other facts are those of the last look-up."""
+
+    request_id: str = ""
+    arrived_at: float = 0.0
+    """Seconds since 1970."""
+    prompt_tokens: int = 0
+    engine_tokens: int = 0
+    """Tokens that the engine had itself when it first ran."""
+    looked_up_from: int = -1
+    """The first block that was looked up; -1 if none was."""
+    found: Availability | None = None
+    """Where its blocks were before any was read for it."""
+    miss: MissReason | None = None
+    """Why nothing was promised."""
+    blocks: tuple[int, int] = (0, 0)
+    """First block, and the one after the last, of its last plan that has ended."""
+    plans: int = 0
+    ended: EndReason | None = None
+    """How its last plan ended."""
+    promised_tokens: int = 0
+    committed_tokens: int = 0
+    loaded_tokens: int = 0
+    used_tokens: int = 0
+    used_again_tokens: int = 0
+    saved_blocks: int = 0
+
+
+class Prompts(msgspec.Struct):
+    """Sums over the prompts that the engine has begun to compute."""
+
+    requests: int = 0
+    tokens: int = 0
+    engine_tokens: int = 0
+    used_tokens: int = 0
+    """Tokens that the cache supplied, as the ledger counts them."""
+
+
+class Records:
+    """The last requests, by id, the oldest first. Written by the scheduler's thread, read by any."""
+
+    def __init__(self, most: int = RECORDS, clock: Callable[[], float] = time.time) -> None:
+        self._most, self._clock = most, clock
+        self._by_id: OrderedDict[str, RequestRecord] = OrderedDict()
+        self.prompts = Prompts()
+
+    def all(self) -> list[RequestRecord]:
+        """All records; the list is the caller's."""
+        return list(self._by_id.values())
+
+    def begin(self, request_id: str, prompt_tokens: int) -> RequestRecord:
+        """A request arrives."""
+        self._by_id.pop(request_id, None)
+        record = self._by_id[request_id] = RequestRecord(request_id, self._clock(), prompt_tokens)
+        if len(self._by_id) > self._most:
+            self._by_id.popitem(last=False)
+        return record
+
+    def note_ended(self, plan: Plan[Any, Any]) -> None:
+        """A plan has ended, and its used tokens are known."""
+        record = self._by_id.get(plan.request_id)
+        if record is not None:
+            record.plans += 1
+            record.blocks, record.ended = (plan.blocks.start, plan.blocks.end), plan.reason
+            record.promised_tokens += plan.promised_tokens
+            record.committed_tokens += plan.committed_tokens
+            record.loaded_tokens += plan.loaded_tokens
+            record.used_tokens += plan.used_tokens
+            record.used_again_tokens += plan.used_again_tokens
+
+    def note_saved(self, request_id: str, blocks: int) -> None:
+        """Blocks that the request has computed are stored."""
+        record = self._by_id.get(request_id)
+        if record is not None:
+            record.saved_blocks += blocks
+
+    def note_begun(self, record: RequestRecord) -> None:
+        """The engine computes the request for the first time."""
+        self.prompts.requests += 1
+        self.prompts.tokens += record.prompt_tokens
+        self.prompts.engine_tokens += record.engine_tokens

@@ -1,0 +1,108 @@
+"""What an engine tells people who ask it: one JSON document, with a version.
+
+Owns the document's form. It is made on a thread beside the scheduler's, from what that thread can be asked at any time:
+nothing here waits, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Final
+
+import msgspec
+
+from kvpact import __version__
+from kvpact.cache.cache import PactCache
+from kvpact.cache.records import Prompts, RequestRecord
+from kvpact.errors import DataError
+from kvpact.metrics import MEMORY, Metrics, Snapshot, series
+
+VERSION: Final = 1
+"""Of the document; another one when a field gets another meaning or goes."""
+
+
+class TierState(msgspec.Struct):
+    """One tier below memory."""
+
+    name: str
+    trouble: str = ""
+    """Why it is left alone; "" if it is not."""
+
+
+class Lease(msgspec.Struct):
+    """An open plan, which holds blocks in memory."""
+
+    request_id: str
+    state: str
+    blocks: tuple[int, int]
+    """First block, and the one after the last."""
+    tokens: int
+    seconds: float
+    """Since the engine last prepared or committed it."""
+
+
+class EngineStatus(msgspec.Struct, kw_only=True):
+    """One engine now. `metrics` are series as `kvpact.metrics` names them, tokens, bytes, blocks and seconds."""
+
+    version: int = VERSION
+    kvpact: str = __version__
+    pid: int
+    model: str
+    time: float
+    """Seconds since 1970."""
+    block_size: int
+    metrics: Snapshot
+    tiers: list[TierState] = []
+    leases: list[Lease] = []
+    records: list[RequestRecord] = []
+    prompts: Prompts = msgspec.field(default_factory=Prompts)
+
+    def encoded(self) -> bytes:
+        """The document as an engine sends it."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> EngineStatus:
+        """The document that an engine sent. Raises DataError."""
+        try:
+            version = msgspec.json.decode(raw, type=_Versioned).version
+            if version == VERSION:
+                return msgspec.json.decode(raw, type=cls)
+        except msgspec.DecodeError as error:
+            raise DataError(f"no status of an engine: {error}") from None
+        raise DataError(f"version {version} of the status, not {VERSION}: the engine runs another release of kvpact")
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size: int) -> EngineStatus:
+    """The status of an engine, with what kvpact's own cache knows if it has that.
+
+    The tiers' gauges are those that the scheduler's thread has set last.
+    """
+    found = EngineStatus(
+        pid=os.getpid(), model=model, time=time.time(), block_size=block_size, metrics=metrics.snapshot()
+    )
+    if cache is None:
+        return found
+    found.metrics |= {series(name, label): total for name, total, label in cache.ledger.totals.counts()}
+    found.metrics[series("held_blocks", MEMORY)] = cache.index.held_count
+    found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
+    found.tiers = [TierState(client.name, client.trouble) for client in list(cache.tiers.clients)]
+    now = cache.tiers.clock()
+    found.leases = [
+        Lease(
+            plan.request_id,
+            plan.state,
+            (plan.blocks.start, plan.blocks.end),
+            plan.committed_tokens or plan.promised_tokens,
+            now - plan.renewed_at,
+        )
+        for plan in cache.ledger.open_plans()
+    ]
+    found.records, prompts = cache.requests.records.all(), cache.requests.records.prompts
+    found.prompts = msgspec.structs.replace(prompts, used_tokens=cache.ledger.totals.used_tokens)
+    return found

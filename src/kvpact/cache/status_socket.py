@@ -1,0 +1,126 @@
+"""The unix socket on which an engine answers people of its own user, and how its callers find it.
+
+Owns the place of the sockets, who may use them and the thread that answers. A caller connects, reads one document and
+is left alone; whatever it does costs the engine no step. A socket that cannot be made costs one line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final
+
+from kvpact.errors import reason_of
+from kvpact.own_files import OWN_FOLDER, PRIVATE, NotOurs, OwnFolder
+from kvpact.threads import start_background
+from kvpact.tiers.log_once import LogOnce
+
+logger = logging.getLogger(__name__)
+
+CLIENT_SECONDS: Final = 2.0
+"""Seconds that a caller may take to read, and an engine to answer."""
+
+RETRY_SECONDS: Final = 0.2
+
+CLOSE_SECONDS: Final = 1.0
+"""Seconds that a shutdown waits at most for the thread."""
+
+
+def places() -> list[tuple[Path, str]]:
+    """Where sockets may be, the best place first: a folder of this user's own, by its parent and its name."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    own = [(Path(runtime), OWN_FOLDER)] if runtime and Path(runtime).is_dir() else []
+    return [*own, (Path(tempfile.gettempdir()), f"{OWN_FOLDER}-{os.geteuid()}")]
+
+
+class StatusSocket:
+    """Answers every caller with what `tell` returns, on a thread of its own."""
+
+    def __init__(self, tell: Callable[[], bytes]) -> None:
+        self._tell, self._told, self._lock = tell, LogOnce(logger), threading.Lock()
+        self._listener: socket.socket | None = None
+        self._closed = threading.Event()
+        self._thread = start_background("kvpact-status", self._run)
+
+    def close(self) -> None:
+        """Remove the socket and end the thread."""
+        with self._lock:
+            self._closed.set()
+            if self._listener is not None:
+                with suppress(OSError):
+                    self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        refused = ""
+        for parent, name in places():
+            try:
+                with OwnFolder.make(parent, PRIVATE, name) as folder:
+                    for path, _ in _answers_in(folder):  # those of dead engines go
+                        logger.debug("kvpact: another engine answers on %s", path)
+                    self._listen(folder)
+                return
+            except (OSError, NotOurs) as error:
+                refused = reason_of(error)
+        logger.warning("kvpact: `kvpact status` cannot find this engine: no socket can be made: %s", refused)
+
+    def _listen(self, folder: OwnFolder) -> None:
+        """Answer callers until the end. The socket gets its name once it listens: before, it would look dead."""
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        hidden, path = folder.held / f".{name}", folder.held / f"{name}.sock"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as made:
+            listener.bind(str(hidden))
+            made.callback(hidden.unlink, missing_ok=True)
+            os.chmod(hidden, 0o600)
+            listener.listen()
+            os.rename(hidden, path)
+            made.callback(path.unlink, missing_ok=True)
+            with self._lock:
+                self._listener = listener
+            while not self._closed.is_set():
+                try:
+                    self._answer(listener.accept()[0])
+                except OSError:  # the end, a caller that has left, or no descriptor is free
+                    self._closed.wait(RETRY_SECONDS)
+
+    def _answer(self, caller: socket.socket) -> None:
+        with caller:
+            try:
+                caller.settimeout(CLIENT_SECONDS)
+                caller.sendall(self._tell())
+            except OSError:
+                pass  # it has left, or does not read
+            except Exception as error:
+                self._told.log("tell", logging.WARNING, "kvpact: no status can be told: %s", reason_of(error))
+
+
+def answers() -> list[tuple[str, bytes]]:
+    """What each live engine of this user says, with the path of its socket; sockets of dead engines are removed.
+
+    An engine that does not answer in time says nothing.
+    """
+    found: list[tuple[str, bytes]] = []
+    for parent, name in places():
+        with suppress(OSError, NotOurs), OwnFolder.again(parent, PRIVATE, name) as folder:
+            found += _answers_in(folder)
+    return found
+
+
+def _answers_in(folder: OwnFolder) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(folder.held.glob("*.sock")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked, suppress(OSError):
+            asked.settimeout(CLIENT_SECONDS)
+            try:
+                asked.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                continue
+            said = b"".join(iter(lambda: asked.recv(1 << 16), b""))
+            yield str(folder.path / path.name), said

@@ -1,0 +1,227 @@
+"""`kvpact status` and `kvpact why`: what running engines say of themselves, in lines that fit a terminal.
+
+Asks a server's metrics page, or the sockets of this user's engines. Owns the words; the numbers are the engines'.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from textwrap import wrap
+from typing import Any, Final
+from urllib.request import urlopen
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpact.cache.records import Prompts, RequestRecord
+from kvpact.cache.status import EngineStatus, TierState
+from kvpact.cache.status_socket import answers, places
+from kvpact.cli.screen import age, console, print_json, table
+from kvpact.errors import DataError, KvpactError, reason_of
+from kvpact.metrics import MEMORY, MISS_HINTS, Metrics, MissReason, explain_misses, series
+
+WIDTH: Final = 80
+LABEL: Final = 16
+"""Columns of the words that begin a line."""
+
+SHOWN: Final = 20
+"""Requests that `kvpact why` lists without an id."""
+
+OURS: Final = "vllm:kvpact_"
+BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
+PAGE_SECONDS: Final = 10.0
+
+CHANGES: Final = {
+    MissReason.NO_ROOM: "raise `memory`: it has no room for what tiers hold",
+    MissReason.DEADLINE: "use a faster tier, or a longer `prepare_deadline`",
+    MissReason.CROWDED: "give the engine more memory for KV, or fewer requests at once",
+}
+"""What to do about the most frequent miss, where anything can be done without reading the engine's log."""
+
+
+def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
+    """Print how engines do; returns whether all their tiers are up. Raises KvpactError if none can be asked."""
+    engines = [_read_page(url)] if url else _engines()
+    if as_json:
+        held = [{"leases": msgspec.to_builtins(each.leases)} if leases else {} for each in engines]
+        print_json({"engines": [_document(each) | more for each, more in zip(engines, held, strict=True)]})
+    else:
+        for each in engines:
+            _print_lines(f"{each.model}, process {each.pid}" if each.pid else each.model, _lines_of(each))
+            for lease in each.leases if leases else ():
+                console().print(f"{lease.request_id}: {lease.state}, {lease.tokens:,} tokens for {age(lease.seconds)}")
+    return not any(tier.trouble for each in engines for tier in each.tiers)
+
+
+def _read_page(url: str) -> EngineStatus:
+    """What the metrics page of a server says of all its engines together. Raises KvpactError."""
+    page = f"{url.rstrip('/').removesuffix('/metrics')}/metrics"
+    right = "give the address of a running server, such as http://localhost:8000"
+    if not page.startswith(("http://", "https://")):
+        raise KvpactError(f"{url} is no http address; {right}")
+    try:
+        with urlopen(page, timeout=PAGE_SECONDS) as answer:
+            families = [*text_string_to_metric_families(answer.read().decode())]
+    except (OSError, ValueError) as error:
+        raise KvpactError(f"{page} cannot be read: {reason_of(error)}; {right}") from None
+    found, engines = defaultdict[str, float](float), set[str]()
+    for sample in (sample for family in families for sample in family.samples):
+        name = sample.name.removeprefix(OURS).removesuffix("_total" if sample.name.startswith(OURS) else "")
+        told = [f'{label}="{text}"' for label, text in sample.labels.items() if label not in ("engine", "model_name")]
+        found[f"{name}{{{','.join(told)}}}" if told else name] += sample.value
+        engines |= {sample.labels["engine"]} if name != sample.name else set()
+    if not engines:
+        raise KvpactError(f"{page} has no metrics of kvpact; start the server with `kvpact serve`, and ask it once")
+    local = found[f'{BY_SOURCE}{{source="local_cache_hit"}}'] or found["vllm:prefix_cache_hits_total"]
+    other = found[f'{BY_SOURCE}{{source="external_kv_transfer"}}'] or found["vllm:external_prefix_cache_hits_total"]
+    ups = {name.split('"')[1]: up for name, up in found.items() if name.startswith("tier_up{")}
+    tiers = [TierState(tier, "" if up == len(engines) else "the server's log says why") for tier, up in ups.items()]
+    prompts = Prompts(len(engines), *map(int, (found["vllm:prompt_tokens_total"], local, other)))
+    return EngineStatus(
+        pid=0, model=page, time=time.time(), block_size=0, metrics=dict(found), tiers=tiers, prompts=prompts
+    )
+
+
+def _engines() -> list[EngineStatus]:
+    """All engines of this user that answer. Raises KvpactError if none does."""
+    found, refused = [], ""
+    for path, said in answers():
+        try:
+            found.append(EngineStatus.parse(said))
+        except DataError as error:
+            refused = f"{path}: {error}"
+    if not found:
+        asked = " or ".join(str(parent / name) for parent, name in places())
+        right = "give a server's address, or ask as its user, on its machine and in its container"
+        raise KvpactError(refused or f"no engine answers in {asked}; {right}")
+    return found
+
+
+def _document(engine: EngineStatus) -> dict[str, Any]:
+    """An engine's status in base units; numbers of tokens, seconds, bytes, blocks."""
+    told: dict[str, Any] = msgspec.to_builtins(engine)
+    for name in ("records", "leases"):
+        del told[name]
+    return told | {"tokens_by_source": _sources(engine), "to_change": _advice(engine)}
+
+
+def _of(engine: EngineStatus, name: str, tier: str = "") -> int:
+    """A count; 0 if this release of kvpact does not have it."""
+    return int(engine.metrics.get(f'{name}{{tier="{tier}"}}' if tier else name, 0))
+
+
+def _sources(engine: EngineStatus) -> dict[str, int]:
+    """Tokens that were not computed, by what had them."""
+    by_tier = {tier: _of(engine, "used_tokens_from", tier) for tier in (MEMORY, *(each.name for each in engine.tiers))}
+    return {"engine": engine.prompts.engine_tokens} | by_tier
+
+
+def _misses(engine: EngineStatus) -> Counter[MissReason]:
+    return Counter({reason: int(engine.metrics.get(series("misses", reason), 0)) for reason in MissReason})
+
+
+def _advice(engine: EngineStatus) -> str:
+    """The one thing to change."""
+    ((reason, missed),) = _misses(engine).most_common(1)
+    lookups, evicted = _of(engine, "lookups"), sum(_of(engine, "evicted_blocks", tier) for tier in _sources(engine))
+    for tier in engine.tiers:
+        if tier.trouble:
+            return f"bring back {tier.name}, which is down: {tier.trouble}"
+        if _of(engine, "dropped_writes", tier.name) > _of(engine, "written_blocks", tier.name):
+            return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
+    if not lookups + _of(engine, "spared_lookups"):
+        return "nothing yet: no prompt was looked up"
+    if missed * 10 < lookups:
+        return "nothing"
+    if reason is MissReason.NOT_STORED and evicted * 2 > _of(engine, "saved_blocks"):
+        return "raise `memory`, or add a larger tier: most of what is saved is evicted"
+    return CHANGES.get(reason, "nothing")
+
+
+def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
+    whole, spared = engine.prompts.tokens, engine.prompts.engine_tokens + engine.prompts.used_tokens
+    share = "{:6.1%}".format if whole else (lambda _: "     -")
+    yield "not computed", f"{share(spared / max(1, whole))} {spared:,} of {whole:,} prompt tokens"
+    troubles = {tier.name: tier.trouble for tier in engine.tiers}
+    for source, tokens in _sources(engine).items():
+        held, room = _of(engine, "held_blocks", source), _of(engine, "capacity_blocks", source)
+        text = f"{share(tokens / max(1, whole))}" + (f", {held / room:.0%} of {room:,} blocks full" if room else "")
+        for name, word in (("tier_failures", "failures"), ("dropped_writes", "writes dropped")):
+            text += f", {count:,} {word}" if (count := _of(engine, name, source)) else ""
+        yield f" by {source}", text + (", DOWN" if troubles.get(source) else "")
+    yield "prefill spared", f"{_of(engine, 'spared_prefill_seconds'):,} s"
+    yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})
+    yield "to change", _advice(engine)
+
+
+def _print_lines(head: str, lines: Iterator[tuple[str, str]]) -> None:
+    output = console()
+    output.print(head)
+    for label, text in lines:
+        for line in wrap(f"{label:<{LABEL}}{text}", WIDTH, subsequent_indent=" " * LABEL):
+            output.print(line, style="bold red" if text.endswith("DOWN") else None)
+
+
+# Requests
+
+
+def show_requests(wanted: str | None, *, as_json: bool) -> None:
+    """Print what became of the request with this id, or of the last ones. Raises KvpactError if there is none."""
+    engines = _engines()
+    found = [(engine, record) for engine in engines for record in engine.records if _is_of(record, wanted)]
+    found.sort(key=lambda each: each[1].arrived_at)
+    if not found:
+        whom = f'no request "{wanted}" is' if wanted else "no request is"
+        kept = sum(len(engine.records) for engine in engines)
+        raise KvpactError(f"{whom} among the last {kept}; give the id of an answer, such as cmpl-1234, soon after it")
+    if as_json:
+        shown = [{**msgspec.to_builtins(record), "block_size": engine.block_size} for engine, record in found]
+        print_json({"requests": shown})
+    elif wanted:
+        for engine, record in found:
+            _print_lines(record.request_id, _story_of(engine, record))
+    else:
+        rows = table(["request", "outcome"], ["age", "prompt", "engine", "promised", "used"])
+        for engine, record in found[-SHOWN:]:
+            numbers = (record.prompt_tokens, record.engine_tokens, record.promised_tokens, record.used_tokens)
+            outcome = str(record.ended or record.miss or ("waiting" if record.looked_up_from >= 0 else "-"))
+            rows.add_row(record.request_id[:24], outcome, age(engine.time - record.arrived_at), *map(str, numbers))
+        console().print(rows)
+
+
+def _is_of(record: RequestRecord, wanted: str | None) -> bool:
+    """Whether an answer's id is this request's: engines add to it."""
+    return not wanted or record.request_id.startswith(wanted) or wanted.startswith(record.request_id)
+
+
+def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str, str]]:
+    size, start = engine.block_size, record.looked_up_from
+    end = (record.prompt_tokens - 1) // size
+    yield "prompt", f"{record.prompt_tokens:,} tokens, blocks of {size}, {age(engine.time - record.arrived_at)} ago"
+    yield "engine had", f"{record.engine_tokens:,} tokens itself"
+    spared = "all that could be loaded is in the engine itself" if 0 < end <= record.engine_tokens // size else "no"
+    yield "looked up", _blocks(start, end) if start >= 0 else spared
+    if record.found is not None:
+        found, at = [], start
+        names = (MEMORY, *(tier.name for tier in engine.tiers))
+        for name, held in zip(names, (record.found.resident, *record.found.by_tier), strict=False):
+            found += [f"{_blocks(at, held)} in {name}"] if held > at else []
+            at = max(at, held)
+        yield "found", ", ".join(found) or "none of them"
+    if record.miss is not None:
+        yield "why not", f"{record.miss}: {MISS_HINTS[record.miss]}"
+    for lease in (lease for lease in engine.leases if lease.request_id == record.request_id):
+        yield "now", f"{lease.state}, {lease.tokens:,} tokens in {_blocks(*lease.blocks)}"
+    if record.plans:
+        yield "promised", f"{record.promised_tokens:,} tokens, at last in {_blocks(*record.blocks)}"
+        yield "committed", f"{record.committed_tokens:,} tokens"
+        yield "loaded", f"{record.loaded_tokens:,} tokens"
+        yield "used", f"{record.used_tokens:,} tokens, {record.used_again_tokens:,} once more after a preemption"
+        yield "ended", f"{record.ended}, {record.plans} plans"
+    yield "saved", f"{record.saved_blocks:,} blocks"
+
+
+def _blocks(first: int, end: int) -> str:
+    return f"blocks {first}-{end - 1}" if end > first else "no blocks"

@@ -1,0 +1,105 @@
+"""What people are told of each request: the last ones are kept, whatever happens to them, and the sums agree."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpact.cache.records import RECORDS, Records, RequestRecord
+from kvpact.contract import WorkerReport
+from kvpact.metrics import EndReason, MissReason
+from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def record_of(scene: Scene, request_id: str) -> RequestRecord:
+    (record,) = (one for one in scene.cache.requests.records.all() if one.request_id == request_id)
+    return record
+
+
+def test_a_request_that_finds_nothing_says_why_and_what_it_saved(scene: Scene) -> None:
+    request = SceneRequest("cold", tokens(17))
+    assert scene.prepare(request).num_tokens == 0
+    scene.run_cold(request)
+    record = record_of(scene, "cold")
+    assert (record.miss, record.looked_up_from, record.saved_blocks) == (MissReason.NOT_STORED, 0, 4)
+    assert (record.prompt_tokens, record.engine_tokens, record.plans) == (17, 0, 0)
+    assert record.found is not None
+    assert (record.found.resident, record.found.by_tier) == (0, ())
+
+
+def test_a_request_that_is_served_says_from_where_and_how_much(scene: Scene) -> None:
+    scene.run_cold(SceneRequest("cold", tokens(17)))
+    request = SceneRequest("warm", tokens(17))
+    scene.load(request, scene.prepare(request, computed=BLOCK_SIZE), 2 * BLOCK_SIZE)
+    scene.step_computing(request)
+    scene.cache.request_finished("warm")
+    record = record_of(scene, "warm")
+    assert (record.looked_up_from, record.blocks, record.ended, record.miss) == (1, (1, 4), EndReason.LOADED, None)
+    assert (record.promised_tokens, record.committed_tokens) == (3 * BLOCK_SIZE, 2 * BLOCK_SIZE)
+    assert record.loaded_tokens == record.used_tokens == 2 * BLOCK_SIZE
+    assert record.found is not None
+    assert record.found.resident == 4
+    prompts = scene.cache.requests.records.prompts
+    assert (prompts.requests, prompts.tokens, prompts.engine_tokens) == (2, 34, BLOCK_SIZE)
+
+
+def test_what_a_tier_had_is_told_although_it_was_read_into_memory_first(tmp_path: Path) -> None:
+    scene = Scene(tiers=[open_disk(tmp_path)])
+    scene.run_cold(SceneRequest("cold", tokens(17)))
+    scene.settle_tiers()
+    scene.forget_memory()
+    request = SceneRequest("warm", tokens(17))
+    scene.assert_loads(request, 4 * BLOCK_SIZE)
+    found = record_of(scene, "warm").found
+    assert found is not None
+    assert (found.resident, found.by_tier) == (0, (4,))
+
+
+def test_a_load_that_fails_says_how_much_did_not_arrive(scene: Scene) -> None:
+    scene.run_cold(SceneRequest("cold", tokens(17)))
+    request = SceneRequest("warm", tokens(17))
+    match = scene.prepare(request)
+    scene.cache.commit_external_match(request, match, match.num_tokens, scene.allocate(request))
+    work = scene.cache.end_step()
+    scene.cache.apply_report(WorkerReport({0: {job.job_id: failed(job, 1) for job in work.loads}}))
+    scene.step_computing(request)
+    record = record_of(scene, "warm")
+    assert (record.ended, record.committed_tokens) == (EndReason.SHORT, 4 * BLOCK_SIZE)
+    assert record.loaded_tokens == record.used_tokens == BLOCK_SIZE
+
+
+def test_the_last_requests_are_kept_and_one_that_comes_again_begins_anew() -> None:
+    records = Records(most=3, clock=lambda: 7.0)
+    for name in "abcda":
+        records.begin(name, 1)
+    assert [(record.request_id, record.arrived_at) for record in records.all()] == [("c", 7.0), ("d", 7.0), ("a", 7.0)]
+    records.note_saved("b", 1)
+
+
+def test_10_000_requests_take_no_more_memory_than_1_000(scene: Scene) -> None:
+    def play(numbers: range) -> None:
+        for number in numbers:
+            request = SceneRequest(f"{number:05}", tokens(BLOCK_SIZE + 1, seed=number // 2))
+            match = scene.prepare(request)
+            if match.num_tokens:
+                scene.load(request, match)
+            scene.run_cold(request)
+            del scene.tables[request.request_id]
+
+    def allocated() -> int:
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    play(range(1_000))
+    before = allocated()
+    play(range(1_000, 10_000))
+    assert len(scene.cache.requests.records.all()) == RECORDS
+    assert allocated() - before < 500

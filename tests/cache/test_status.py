@@ -1,0 +1,146 @@
+"""What an engine tells people who ask it, on a socket that is its user's own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpact.cache import status_socket
+from kvpact.cache.status import EngineStatus, status_of
+from kvpact.cache.status_socket import StatusSocket, answers
+from kvpact.errors import DataError
+from kvpact.metrics import MEMORY, series
+from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the sockets of this test's engines are."""
+    runtime = tmp_path / "run"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(status_socket, "places", lambda: [(runtime, "kvpact")])
+    return runtime / "kvpact"
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[[bytes], StatusSocket]]:
+    opened: list[StatusSocket] = []
+
+    def start(told: bytes) -> StatusSocket:
+        opened.append(StatusSocket(lambda: told))
+        until(lambda: told in [said for _, said in answers()])
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_every_engine_of_the_user_answers_and_one_that_ends_leaves_nothing(
+    home: Path, listen: Callable[[bytes], StatusSocket]
+) -> None:
+    first, _ = listen(b"first"), listen(b"second")
+    assert sorted(said for _, said in answers()) == [b"first", b"second"]
+    paths = [Path(path) for path, _ in answers()]
+    assert all(path.parent == home and path.is_socket() for path in paths)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    first.close()
+    assert [said for _, said in answers()] == [b"second"]
+    assert len(os.listdir(home)) == 1
+
+
+def test_a_socket_of_an_engine_that_was_killed_is_removed(home: Path) -> None:
+    use = (
+        "import sys; from kvpact.cache.status_socket import StatusSocket; StatusSocket(lambda: b'x'); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", use], stdin=subprocess.PIPE) as engine:
+        try:
+            until(lambda: bool(answers()), 60.0)
+        finally:
+            engine.kill()
+    assert len(os.listdir(home)) == 1
+    assert answers() == []
+    assert os.listdir(home) == []
+
+
+def test_a_caller_that_does_not_read_keeps_nobody_waiting_for_long(
+    home: Path, listen: Callable[[bytes], StatusSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_socket, "CLIENT_SECONDS", 0.3)
+    listen(told := b"x" * (4 << 20))
+    ((path, _),) = answers()
+    with socket.socket(socket.AF_UNIX) as hanging:
+        hanging.connect(path)
+        assert hanging.recv(1) == b"x"
+        began = time.monotonic()
+        monkeypatch.setattr(status_socket, "CLIENT_SECONDS", 10.0)
+        assert [said for _, said in answers()] == [told]
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_folder_of_another_kind_costs_one_line(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home.write_text("not a folder")
+    StatusSocket(lambda: b"").close()
+    (line,) = caplog.messages
+    assert line.startswith("kvpact: `kvpact status` cannot find this engine: no socket can be made: ")
+    assert answers() == []
+
+
+def test_an_error_while_telling_costs_one_line_and_the_next_caller_is_answered(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = iter([b"up", None, None, b"well"])
+
+    def tell() -> bytes:
+        if (one := next(said)) is None:
+            raise RuntimeError("dictionary changed size")
+        return one
+
+    engine = StatusSocket(tell)
+    try:
+        until(lambda: bool(answers()))
+        assert [[said for _, said in answers()] for _ in range(3)] == [[b""], [b""], [b"well"]]
+    finally:
+        engine.close()
+    assert caplog.messages == ["kvpact: no status can be told: RuntimeError: dictionary changed size"]
+
+
+def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) -> None:
+    scene = Scene(tiers=[open_disk(tmp_path)])
+    scene.run_cold(SceneRequest("cold", tokens(17)))
+    scene.prepare(SceneRequest("warm", tokens(17)))
+    scene.now += 2.5
+    cache = scene.cache
+    found = EngineStatus.parse(status_of(cache, cache.metrics, "a/model", BLOCK_SIZE).encoded())
+    assert (found.pid, found.model, found.block_size) == (os.getpid(), "a/model", BLOCK_SIZE)
+    (lease,) = found.leases
+    assert (lease.request_id, lease.state, lease.blocks, lease.tokens) == ("warm", "PLANNED", (0, 4), 16)
+    assert lease.seconds == 2.5
+    assert [record.request_id for record in found.records] == ["cold", "warm"]
+    assert found.metrics["promised_tokens"] == 16, "without a step in which it was collected"
+    assert found.metrics[series("held_blocks", MEMORY)] == 4
+    assert [tier.trouble for tier in found.tiers] == [""]
+    assert (found.prompts.requests, found.prompts.tokens) == (1, 17)
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "no status of an engine"),
+        (b'{"version": 2}', "another release of kvpact"),
+        (b'{"version": 1, "pid": "x"}', "no status of an engine"),
+    ],
+)
+def test_what_is_no_status_is_refused(raw: bytes, why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        EngineStatus.parse(raw)

@@ -1,0 +1,189 @@
+"""`kvpact status` and `kvpact why`, of a server's page and of engines that answer on their sockets."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvpact.cache.status import status_of
+from kvpact.cache.status_socket import StatusSocket, answers
+from kvpact_command import kvpact, refusal
+from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
+
+PAGE = """\
+vllm:prompt_tokens_total{engine="0",model_name="m"} 600.0
+vllm:prompt_tokens_total{engine="1",model_name="m"} 400.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_cache_hit"} 100.0
+vllm:prompt_tokens_by_source_total{engine="1",model_name="m",source="external_kv_transfer"} 300.0
+vllm:kvpact_used_tokens_from_total{engine="1",model_name="m",tier="memory"} 200.0
+vllm:kvpact_used_tokens_from_total{engine="1",model_name="m",tier="store"} 100.0
+vllm:kvpact_lookups_total{engine="0",model_name="m"} 10.0
+vllm:kvpact_misses_total{engine="0",model_name="m",reason="no_room"} 4.0
+vllm:kvpact_saved_blocks_total{engine="0",model_name="m"} 9.0
+vllm:kvpact_spared_prefill_seconds_total{engine="0",model_name="m"} 12.5
+vllm:kvpact_held_blocks{engine="0",model_name="m",tier="memory"} 30.0
+vllm:kvpact_capacity_blocks{engine="0",model_name="m",tier="memory"} 40.0
+vllm:kvpact_dropped_writes_total{engine="0",model_name="m",tier="store"} 140.0
+vllm:kvpact_written_blocks_total{engine="0",model_name="m",tier="store"} 900.0
+vllm:kvpact_tier_up{engine="0",model_name="m",tier="store"} 1.0
+vllm:kvpact_tier_up{engine="1",model_name="m",tier="store"} 1.0
+"""
+OLD = "vllm:prefix_cache_hits_total 7\nvllm:external_prefix_cache_hits_total 8\n"
+
+
+def typed(page: str) -> str:
+    """The page with the types that a parser wants to know."""
+    lines: list[str] = []
+    for line in page.splitlines():
+        name, kind = line.split("{")[0].split(" ")[0], "counter" if "_total" in line else "gauge"
+        lines += [f"# TYPE {name} {kind}"] if f"# TYPE {name} {kind}" not in lines else []
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[str], str]]:
+    """Serves a page at /metrics; returns the server's address."""
+    servers: list[HTTPServer] = []
+
+    def start(page: str) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200 if self.path == "/metrics" else 404)
+                self.end_headers()
+                self.wfile.write(page.encode())
+
+            def log_message(self, *_: object) -> None: ...
+
+        servers.append(HTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.05,)).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where sockets of this test's engines are, and no others'."""
+    (found := tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(found))
+    monkeypatch.setattr("kvpact.cache.status_socket.tempfile.gettempdir", lambda: str(found))
+    return found
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Scene]:
+    """One that has answered two requests and is about to load for a third."""
+    scene = Scene(tiers=[open_disk(tmp_path / "slabs")])
+    for name in ("cmpl-aa-0-1", "cmpl-ab-0-2"):
+        request = SceneRequest(name, tokens(17))
+        match = scene.prepare(request)
+        if match.num_tokens:
+            scene.load(request, match)
+        scene.run_cold(request)
+    scene.prepare(SceneRequest("cmpl-b", tokens(17)))
+    cache = scene.cache
+    answering = StatusSocket(lambda: status_of(cache, cache.metrics, "a/model", BLOCK_SIZE).encoded())
+    until(lambda: bool(answers()))
+    yield scene
+    answering.close()
+
+
+def test_a_page_says_in_ten_lines_whether_it_helps(serve: Callable[[str], str]) -> None:
+    result = kvpact("status", serve(typed(PAGE)))
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 11
+    assert max(map(len, lines)) <= 80
+    assert lines[1] == "not computed     40.0% 400 of 1,000 prompt tokens"
+    assert lines[2] == " by engine       10.0%"
+    assert lines[3] == " by memory       20.0%, 75% of 40 blocks full"
+    assert lines[4] == " by store        10.0%, 140 writes dropped"
+    assert lines[5] == "prefill spared  12 s"
+    assert lines[6].startswith("lookups         6 of 10 lookups hit; most misses (4 no_room) because")
+    assert lines[-1] == "to change       raise `memory`: it has no room for what tiers hold"
+
+
+def test_the_json_has_base_units(serve: Callable[[str], str]) -> None:
+    (engine,) = json.loads(kvpact("status", serve(typed(PAGE)) + "/metrics/", "--json").stdout)["engines"]
+    assert engine["prompts"] == {"requests": 2, "tokens": 1000, "engine_tokens": 100, "used_tokens": 300}
+    assert engine["tokens_by_source"] == {"engine": 100, "memory": 200, "store": 100}
+    assert engine["metrics"]["spared_prefill_seconds"] == 12.5
+    assert engine["tiers"] == [{"name": "store", "trouble": ""}]
+
+
+def test_a_tier_that_one_engine_does_without_is_down(serve: Callable[[str], str]) -> None:
+    page = typed(
+        PAGE.replace('tier_up{engine="1",model_name="m",tier="store"} 1', 'tier_up{engine="1",tier="store"} 0')
+    )
+    result = kvpact("status", serve(page))
+    assert result.exit_code == 1
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith(" by store")]
+    assert line.endswith("DOWN")
+    assert "to change       bring back store, which is down: " in result.stdout
+
+
+def test_counts_of_other_releases_are_0_where_they_are_missing(serve: Callable[[str], str]) -> None:
+    url = serve(typed(OLD + 'vllm:kvpact_lookups_total{engine="0"} 0.0\n'))
+    (engine,) = json.loads(kvpact("status", url, "--json").stdout)["engines"]
+    assert (engine["prompts"]["engine_tokens"], engine["prompts"]["used_tokens"]) == (7, 8)
+    assert engine["to_change"] == "nothing yet: no prompt was looked up"
+    assert kvpact("status", url).exit_code == 0
+
+
+def test_what_cannot_be_read_says_what_would_be_right(serve: Callable[[str], str], runtime: Path) -> None:
+    assert "is no http address; give the address of a running server" in refusal("status", "localhost:8000")
+    assert "cannot be read: " in refusal("status", "http://127.0.0.1:9")
+    assert "has no metrics of kvpact; start the server with `kvpact serve`" in refusal("status", serve(OLD))
+    assert f"no engine answers in {runtime}/kvpact or {runtime}/kvpact-" in refusal("status")
+    assert "no engine answers" in refusal("why", "cmpl-1")
+
+
+def test_engines_of_this_user_are_found_by_their_sockets(engine: Scene) -> None:
+    result = kvpact("status", "--leases")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("a/model, process ")
+    assert "not computed     47.1% 16 of 34 prompt tokens" in result.stdout
+    assert "cmpl-b: PLANNED, 16 tokens for 0 s" in result.stdout
+    (told,) = json.loads(kvpact("status", "--json", "--leases").stdout)["engines"]
+    assert [lease["request_id"] for lease in told["leases"]] == ["cmpl-b"]
+    assert [tier["trouble"] for tier in told["tiers"]] == [""]
+    assert told["metrics"]["used_tokens"] == 16
+
+
+def test_the_last_requests_are_listed(engine: Scene) -> None:
+    head, *rows = kvpact("why").stdout.splitlines()
+    assert head.split() == ["request", "outcome", "age", "prompt", "engine", "promised", "used"]
+    assert [row.split()[:2] for row in rows] == [
+        ["cmpl-aa-0-1", "not_stored"],
+        ["cmpl-ab-0-2", "loaded"],
+        ["cmpl-b", "waiting"],
+    ]
+
+
+def test_an_answers_id_leads_to_the_request_and_what_became_of_it(engine: Scene) -> None:
+    told = kvpact("why", "cmpl-aa").stdout
+    assert told.splitlines()[0] == "cmpl-aa-0-1"
+    assert "looked up       blocks 0-3" in told
+    assert "found           none of them" in told
+    assert "why not         not_stored: the prompt's first block is not held" in told
+    assert "saved           4 blocks" in told
+    told = kvpact("why", "cmpl-ab").stdout
+    for line in ("found           blocks 0-3 in memory", "promised        16 tokens", "committed       16 tokens"):
+        assert line in told
+    assert "used            16 tokens" in told
+    assert "now             PLANNED, 16 tokens in blocks 0-3" in kvpact("why", "cmpl-b-0-longer").stdout
+    assert "among the last 3; give the id of an answer" in refusal("why", "cmpl-c")
+    found = json.loads(kvpact("why", "cmpl-a", "--json").stdout)["requests"]
+    assert [(one["request_id"], one["used_tokens"], one["miss"]) for one in found] == [
+        ("cmpl-aa-0-1", 0, "not_stored"),
+        ("cmpl-ab-0-2", 16, None),
+    ]

@@ -1,0 +1,162 @@
+"""Seen from outside: what `kvpact status` and `kvpact why` say of a server is what its clients have counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from engines import BLOCK, prompt
+from kvpact_command import KVPACT, kvpact
+from kvpact_testkit.demo.engine import CORES, one_core_each
+from servers.http_server import Server
+from servers.redis_server import RedisServer, redis_server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+ROUNDS, REQUESTS, CLIENTS = 5, 100, 6
+"""Before each round but the first the engine's own prefix cache is emptied."""
+
+PREFIXES = [prompt(7_000 + number, 2, tail=0) for number in range(12)]
+"""24 blocks, of which kvpact's memory holds some, and the store the others."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def server(store: RedisServer, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Started as a user does it, with a shared tier; its socket is where this process looks for sockets."""
+    (runtime := tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    tier = f"redis://{store.address}/0"
+    options = [
+        "--served-model-name=tiny", "--dtype=float32", "--enforce-eager", "--max-model-len=512",
+        "--kv-cache-memory-bytes=67108864", f"--max-num-seqs={CLIENTS}", "--enable-prompt-tokens-details",
+    ]  # fmt: skip
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        CORES: one_core_each(),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "KVPACT_RECOMPUTE_IF_FASTER": "false",
+    }
+    command = [str(KVPACT), "serve", str(tiny_model), "--memory", "16MiB", "--tier", tier, *options]
+    with Server(command, tmp_path / "server.log", environment) as started:
+        yield started.wait_ready()
+
+
+def ask(server: Server, tokens: list[int]) -> tuple[str, int, int]:
+    """The id of an answer, and how many tokens its prompt had, in all and from caches."""
+    answer = server.client.completions.create(model="tiny", prompt=tokens, max_tokens=1, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.id, answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def prompts_of(number: int) -> list[list[int]]:
+    """One round's: most begin like earlier ones, some like none."""
+    chance = random.Random(number)
+    found = []
+    for request in range(REQUESTS):
+        prefix = chance.choice(PREFIXES)[: chance.choice((1, 2, 2)) * BLOCK] if chance.random() < 0.8 else []
+        found.append([*prefix, *prompt(100 * number + request + 10_000, 0, tail=chance.randrange(5, 60))])
+    return found
+
+
+def status(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and what is said of the only engine."""
+    result = kvpact("status", *arguments, "--json")
+    (engine,) = json.loads(result.stdout)["engines"]
+    return result.exit_code, engine
+
+
+def once(what: Callable[[], bool], seconds: float = 30.0) -> None:
+    """vLLM updates its page with its steps, and once more before it rests."""
+    deadline = time.monotonic() + seconds
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+@pytest.mark.proof
+def test_the_share_that_status_shows_is_what_the_clients_have_counted(server: Server, store: RedisServer) -> None:
+    page, answers = f"http://127.0.0.1:{server.port}", list[tuple[str, int, int]]()
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        for number in range(ROUNDS):
+            if number:
+                server.post("reset_prefix_cache")
+            answers += clients.map(lambda tokens: ask(server, tokens), prompts_of(number))
+    asked, cached = sum(answer[1] for answer in answers), sum(answer[2] for answer in answers)
+    assert len(answers) == ROUNDS * REQUESTS
+    for arguments in ((page,), (f"{page}/metrics",), ()):
+        once(lambda arguments=arguments: status(*arguments)[1]["prompts"]["tokens"] >= asked)
+        code, seen = status(*arguments)
+        done = seen["prompts"]
+        assert code == 0
+        assert (done["tokens"], done["engine_tokens"] + done["used_tokens"]) == (asked, cached), arguments
+        assert min(done["engine_tokens"], done["used_tokens"]) > 5 * BLOCK, "both sources"
+    text = kvpact("status", page).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"{cached / asked:6.1%} {cached:,} of {asked:,} prompt tokens" in text
+    check_requests(answers)
+    check_sources(seen, cached)
+    store.kill()
+    check_a_dead_tier(server, page)
+    assert server.stop() == 0
+    assert kvpact("status").exit_code == kvpact("status", page).exit_code == 2
+    assert not os.listdir(Path(os.environ["XDG_RUNTIME_DIR"], "kvpact"))
+
+
+def check_requests(answers: list[tuple[str, int, int]]) -> None:
+    """Each answer's id leads to what became of its request, and that is what the client saw."""
+    for request_id, asked, cached in answers[-20:]:
+        (record,) = json.loads(kvpact("why", request_id, "--json").stdout)["requests"]
+        assert record["request_id"].startswith(request_id)
+        assert (record["prompt_tokens"], record["engine_tokens"] + record["used_tokens"]) == (asked, cached)
+    shown = kvpact("why").stdout
+    assert len(shown.splitlines()) == 21
+    (loaded,) = [one for one in answers[-100:] if says(one[0], "used", f"{one[2]:,} tokens") and one[2] >= BLOCK][:1]
+    assert says(loaded[0], "found", "blocks 0-") or says(loaded[0], "found", "blocks 1-")
+
+
+def says(request_id: str, label: str, text: str) -> bool:
+    """Whether this line of a request's story begins so."""
+    lines = kvpact("why", request_id).stdout.splitlines()
+    return any(line.startswith(label) and line[16:].startswith(text) for line in lines)
+
+
+def check_sources(seen: dict[str, Any], cached: int) -> None:
+    """Whatever was not computed came from somewhere, and something came from each place."""
+    sources = seen["tokens_by_source"]
+    assert sum(sources.values()) == cached
+    assert len(sources) == 3
+    assert min(sources.values()) > 0
+
+
+def check_a_dead_tier(server: Server, page: str) -> None:
+    """What it would have to be asked for is computed, and whoever asks is told."""
+    for number in range(40):
+        ask(server, prompt(20_000 + number, 2))
+        if status()[0]:
+            break
+    code, seen = status()
+    (tier,) = seen["tiers"]
+    assert code == 1
+    assert tier["trouble"]
+    assert seen["to_change"].startswith("bring back ")
+    assert "DOWN" in kvpact("status").stdout
+    once(lambda: kvpact("status", page).exit_code == 1, 10.0)
+    assert kvpact("status", page).exit_code == 1
