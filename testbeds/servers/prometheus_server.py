@@ -70,7 +70,7 @@ class PrometheusServer:
         while True:
             assert self.process.poll() is None, f"prometheus ended at once: {self.log.read_text()}"
             try:
-                self.query("1")
+                self.ask("status/buildinfo")
                 return
             except OSError:
                 assert time.monotonic() < deadline, f"prometheus does not answer: {self.log.read_text()}"

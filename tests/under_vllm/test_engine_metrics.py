@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -56,7 +55,7 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Prometheu
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "KVPACT_TIERS": json.dumps(tiers),
+        "KVPACT_TIERS": " ".join(tiers),
         "KVPACT_MEMORY": "2MiB",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",
     }
