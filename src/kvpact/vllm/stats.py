@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.metrics import FAMILIES, MEMORY, PREFIX, STEP_SECONDS, Snapshot, bounds_of, series
+from kvpact.metrics import FAMILIES, MEMORY, MOST_SAMPLES, PREFIX, STEP_SECONDS, Snapshot, bounds_of, series
 from kvpact.tiers.urls import tier_labels
 
 INTERVAL_SECONDS = 1.0
@@ -54,11 +54,12 @@ class PactStats(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add later counts; a gauge keeps its latest value, a histogram none: the log line has no use for it."""
+        """Add later counts; a gauge keeps its latest value, a histogram its latest times."""
         for name, value in other.data.items():
             if isinstance(value, list):
-                continue
-            self.data[name] = value if _kind_of(name) == "gauge" else self.data.get(name, 0) + value
+                self.data[name] = [*self.data.get(name, ()), *value][-MOST_SAMPLES:]
+            else:
+                self.data[name] = value if _kind_of(name) == "gauge" else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
