@@ -232,6 +232,18 @@ METRICS: tuple[Metric, ...] = (
     Metric(STEP_SECONDS, "histogram", "seconds", "Seconds spent by kvpact in the scheduler's process in one step."),
 )
 
+STEP_COUNTERS: Final = (
+    Metric("steps", "counter", "steps", "Scheduler steps."),
+    Metric("slow_steps", "counter", "steps", "Scheduler steps that spent more than 1 ms in kvpact."),
+    Metric("spent_seconds", "counter", "seconds", "Seconds spent by kvpact in scheduler steps, of all of them."),
+)
+"""What an engine's endpoint has of all steps, beside the samples of the histogram."""
+
+FAMILIES: Final = (*METRICS, *STEP_COUNTERS)
+"""Every family on an engine's endpoint, there with `PREFIX`."""
+
+PREFIX: Final = "vllm:kvpact_"
+
 _BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 

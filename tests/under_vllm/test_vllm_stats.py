@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.metrics import STEP_SECONDS, Metrics, MissReason
+from kvpact.metrics import MOST_SAMPLES, STEP_SECONDS, Metrics, MissReason
 from kvpact.vllm.stats import INTERVAL_SECONDS, PATIENCE_SECONDS, PactPromMetrics, PactStats, StatsCollector
 from vllm_played_engine import PlayedEngine, make_prompt
 
@@ -38,6 +38,8 @@ def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
     both = PactStats(data=dict(first.data)).aggregate(second)
     assert (both.data["lookups"], both.data["leases_held"]) == (5, 2)
     assert both.reduce()["kvpact lookups"] == 5
+    times = PactStats(data={"load_seconds": [0.1]}).aggregate(PactStats(data={"load_seconds": [0.2] * 40}))
+    assert times.data["load_seconds"] == [0.2] * MOST_SAMPLES
 
 
 def test_steps_that_are_late_leave_the_counts_to_others_for_a_while() -> None:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.metrics import MEMORY, METRICS, STEP_SECONDS, Metric, Snapshot, bounds_of, series
+from kvpact.metrics import FAMILIES, MEMORY, MOST_SAMPLES, PREFIX, STEP_SECONDS, Snapshot, bounds_of, series
 from kvpact.tiers.urls import tier_labels
 
 INTERVAL_SECONDS = 1.0
@@ -29,18 +29,6 @@ PATIENCE_SECONDS = 0.5
 
 SLOW_STEP_SECONDS = 1e-3
 """A scheduler step should spend at most this many seconds in kvpact (P11)."""
-
-STEP_COUNTERS: Final = (
-    Metric("steps", "counter", "steps", "Scheduler steps."),
-    Metric("slow_steps", "counter", "steps", "Scheduler steps that spent more than 1 ms in kvpact."),
-    Metric("spent_seconds", "counter", "seconds", "Seconds spent by kvpact in scheduler steps, of all of them."),
-)
-"""What vLLM gets of all steps, beside the samples of the histogram."""
-
-FAMILIES: Final = (*METRICS, *STEP_COUNTERS)
-"""Every family on the endpoint, without its prefix."""
-
-PREFIX: Final = "vllm:kvpact_"
 
 _KINDS = {metric.name: metric.kind for metric in FAMILIES}
 
@@ -66,11 +54,12 @@ class PactStats(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add later counts; a gauge keeps its latest value, a histogram none: the log line has no use for it."""
+        """Add later counts; a gauge keeps its latest value, a histogram its latest times."""
         for name, value in other.data.items():
             if isinstance(value, list):
-                continue
-            self.data[name] = value if _kind_of(name) == "gauge" else self.data.get(name, 0) + value
+                self.data[name] = [*self.data.get(name, ()), *value][-MOST_SAMPLES:]
+            else:
+                self.data[name] = value if _kind_of(name) == "gauge" else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvpact.metrics import METRICS, Metric, Metrics, series
+from kvpact.metrics import METRICS, PREFIX, Metric, Metrics, series
 from kvpact.tiers.client import TierClient, observe_tier
 
 NAMES: Final = frozenset(
@@ -39,7 +39,7 @@ INTERVAL_SECONDS: Final = 1.0
 def metric_definitions() -> dict[str, Any]:
     """The metrics of all `PactTier`s, each by tier."""
     kinds = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
-    return {f"vllm:kvpact_{metric.name}": kinds[metric.kind](metric.meaning, metric.label_names) for metric in TOLD}
+    return {f"{PREFIX}{metric.name}": kinds[metric.kind](metric.meaning, metric.label_names) for metric in TOLD}
 
 
 class TierStats:
@@ -62,6 +62,6 @@ class TierStats:
             change = value - self._last.get(name, 0)
             tell = stats.set_gauge if metric.kind == "gauge" else stats.increase_counter
             if change:
-                tell(f"vllm:kvpact_{metric.name}", value if metric.kind == "gauge" else change, (label,))
+                tell(f"{PREFIX}{metric.name}", value if metric.kind == "gauge" else change, (label,))
             self._last[name] = value
         return stats
