@@ -80,6 +80,7 @@ def prompts_of(number: int) -> list[list[int]]:
 def status(*arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code, and what is said of the only engine."""
     result = kvpact("status", *arguments, "--json")
+    assert result.stdout, result.output
     (engine,) = json.loads(result.stdout)["engines"]
     return result.exit_code, engine
 

@@ -65,6 +65,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     @classmethod
     def parse(cls, raw: bytes) -> EngineStatus:
         """The document that an engine sent. Raises DataError."""
+        if not raw:
+            raise DataError("the engine has not answered in time")
         try:
             version = msgspec.json.decode(raw, type=_Versioned).version
             if version == VERSION:
