@@ -16,7 +16,7 @@ from kvpact import __version__
 from kvpact.cache.cache import PactCache
 from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
-from kvpact.metrics import MEMORY, Metrics, Snapshot, series
+from kvpact.metrics import MEMORY, Metrics, series
 
 VERSION: Final = 1
 """The document's; it grows when a field gets another meaning or goes."""
@@ -50,7 +50,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     pid: int
     model: str
     block_size: int
-    metrics: Snapshot
+    metrics: dict[str, float | bool]
     time: float = 0.0
     """Now, on the clock of `records`."""
     tiers: list[TierState] = []
