@@ -182,7 +182,7 @@ def show_requests(wanted: str | None, *, as_json: bool) -> None:
         rows = table(["request", "outcome"], ["age", "prompt", "engine", "promised", "used"])
         for engine, record in found[-SHOWN:]:
             numbers = (record.prompt_tokens, record.engine_tokens, record.promised_tokens, record.used_tokens)
-            outcome = str(record.ended or record.miss or ("waiting" if record.looked_up_from >= 0 else "-"))
+            outcome = record.ended or record.miss or ("waiting" if record.looked_up_from >= 0 else "in engine")
             rows.add_row(record.request_id[:24], outcome, age(engine.time - record.arrived_at), *map(str, numbers))
         console().print(rows)
 
