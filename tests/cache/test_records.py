@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.cache.records import RECORDS, Records, RequestRecord
+from kvpact.cache.records import NAME_CHARS, RECORDS, Records, RequestRecord
 from kvpact.contract import WorkerReport
 from kvpact.metrics import EndReason, MissReason
 from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
@@ -77,11 +77,17 @@ def test_a_load_that_fails_says_how_much_did_not_arrive(scene: Scene) -> None:
 
 
 def test_the_last_requests_are_kept_and_one_that_comes_again_begins_anew() -> None:
-    records = Records(most=3, clock=lambda: 7.0)
+    records = Records(lambda: 7.0, 3)
     for name in "abcda":
         records.begin(name, 1)
     assert [(record.request_id, record.arrived_at) for record in records.all()] == [("c", 7.0), ("d", 7.0), ("a", 7.0)]
     records.note_saved("b", 1)
+
+
+def test_an_id_that_a_client_has_chosen_is_cut_and_can_be_told() -> None:
+    records = Records(lambda: 7.0)
+    assert records.begin("a" * 1_000, 1).request_id == "a" * NAME_CHARS
+    assert records.begin("b\ud800\x1bü", 1).request_id == "b\\ud800\\x1bü"
 
 
 def test_10_000_requests_take_no_more_memory_than_1_000(scene: Scene) -> None:

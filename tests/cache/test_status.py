@@ -83,7 +83,6 @@ def test_a_caller_that_does_not_read_keeps_nobody_waiting_for_long(
         hanging.connect(path)
         assert hanging.recv(1) == b"x"
         began = time.monotonic()
-        monkeypatch.setattr(status_socket, "CLIENT_SECONDS", 10.0)
         assert [said for _, said in answers()] == [told]
         assert time.monotonic() - began < 5.0
 
@@ -136,7 +135,7 @@ def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        (b"", "no status of an engine"),
+        (b"", "has not answered in time"),
         (b'{"version": 2}', "another release of kvpact"),
         (b'{"version": 1, "pid": "x"}', "no status of an engine"),
     ],
@@ -144,3 +143,15 @@ def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) ->
 def test_what_is_no_status_is_refused(raw: bytes, why: str) -> None:
     with pytest.raises(DataError, match=why):
         EngineStatus.parse(raw)
+
+
+def test_an_engine_that_does_not_answer_in_time_is_named(
+    home: Path, listen: Callable[[bytes], StatusSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen(b"well")
+    silent = home / "1-silent.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(silent))
+        listener.listen()
+        monkeypatch.setattr(status_socket, "ANSWER_SECONDS", 0.1)
+        assert sorted(said for _, said in answers()) == [b"", b"well"]

@@ -80,6 +80,7 @@ def prompts_of(number: int) -> list[list[int]]:
 def status(*arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code, and what is said of the only engine."""
     result = kvpact("status", *arguments, "--json")
+    assert result.stdout, result.output
     (engine,) = json.loads(result.stdout)["engines"]
     return result.exit_code, engine
 
@@ -128,14 +129,8 @@ def check_requests(answers: list[tuple[str, int, int]]) -> None:
         assert (record["prompt_tokens"], record["engine_tokens"] + record["used_tokens"]) == (asked, cached)
     shown = kvpact("why").stdout
     assert len(shown.splitlines()) == 21
-    (loaded,) = [one for one in answers[-100:] if says(one[0], "used", f"{one[2]:,} tokens") and one[2] >= BLOCK][:1]
-    assert says(loaded[0], "found", "blocks 0-") or says(loaded[0], "found", "blocks 1-")
-
-
-def says(request_id: str, label: str, text: str) -> bool:
-    """Whether this line of a request's story begins so."""
-    lines = kvpact("why", request_id).stdout.splitlines()
-    return any(line.startswith(label) and line[16:].startswith(text) for line in lines)
+    told = [kvpact("why", request_id).stdout for request_id, _, cached in answers[-100:] if cached == 2 * BLOCK]
+    assert any("found           blocks 0-1 in " in text and f" loaded, {2 * BLOCK} used\n" in text for text in told)
 
 
 def check_sources(seen: dict[str, Any], cached: int) -> None:

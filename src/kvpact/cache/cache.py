@@ -21,6 +21,7 @@ from kvpact.cache.loads import Loads
 from kvpact.cache.offload import Offloader
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.prepare import Planner
+from kvpact.cache.records import Records
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
@@ -93,8 +94,8 @@ class PactCache(ExternalCache):
         of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
         requests = self.requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
         lifetime, anew = config.plan_lifetime, requests.may_wait_anew
-        ended = requests.records.note_ended
-        ledger = self.ledger = PactLedger(index.unpin, lifetime, kept_waiting=anew, note_ended=ended)
+        records = requests.records = Records(clock)
+        ledger = self.ledger = PactLedger(index.unpin, lifetime, kept_waiting=anew, note_ended=records.note_ended)
         limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
         load_budget = self._load_budget = LoadBudget(*limits)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)

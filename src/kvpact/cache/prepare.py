@@ -161,7 +161,7 @@ class Planner:
 
     def _look_up(self, probe: _Probe) -> ExternalKVMatch | Wait:
         """Collect the facts once, decide, and carry that out."""
-        state, plan = probe.state, probe.plan
+        state, plan, record = probe.state, probe.plan, probe.state.record
         completions, asked = self.tiers.completions, state.tier_lookup
         deadline = self._deadline(state)
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
@@ -169,7 +169,7 @@ class Planner:
         keys = probe.keys if plan is None or not self.groups.groups.sides else probe.keys[: plan.blocks.end]
         available = self._find(state, keys, probe.now, probe.start)
         if plan is None:
-            state.record.found = available
+            record.found = available
         if plan is None and probe.now < deadline and self.asks_shared:
             self._ask(state, probe.keys, available)
             self._ask_more(state, probe.keys, max(available.resident, _chain_of(state)), probe.start)
@@ -461,9 +461,10 @@ class Planner:
         if state.last_lookup != start or (found is not None and state.found is not None and found != state.found):
             self.tiers.metrics.add("lookups")
             state.found = None
-        state.last_lookup = state.record.looked_up_from = start
+        record = state.record
+        state.last_lookup = record.looked_up_from = start
         if found is not None:
-            state.record.miss = None if found else reason
+            record.miss = None if found else reason
         if found is not None and state.found is None:
             state.found = found
             if found:

@@ -1,12 +1,11 @@
 """What became of each request, for people who ask why: one record for each of the last ones.
 
-Owns the records, of which there are at most `RECORDS`, and sums over all prompts. Whoever learns
-something of a request writes it into its record; nothing here decides anything.
+Owns the records, of which there are at most `RECORDS`, and sums over all prompts. Whoever learns something of a
+request writes it into its record; nothing here decides anything.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
@@ -15,10 +14,21 @@ import msgspec
 
 from kvpact.cache.ledger import Plan
 from kvpact.cache.lookup import Availability
+from kvpact.errors import printable
 from kvpact.metrics import EndReason, MissReason
 
 RECORDS: Final = 256
 """Requests of which a record is kept: about 100 KB."""
+
+
+NAME_CHARS: Final = 200
+"""Characters of a request's id that are told; a client may have chosen it."""
+
+
+def name_of(request_id: str) -> str:
+    """A request's id as people are told it."""
+    shown = request_id[:NAME_CHARS]
+    return shown if shown.isascii() else printable(shown)
 
 
 class RequestRecord(msgspec.Struct, gc=False):
@@ -26,7 +36,7 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     request_id: str = ""
     arrived_at: float = 0.0
-    """Seconds since 1970."""
+    """Seconds on the cache's clock."""
     prompt_tokens: int = 0
     engine_tokens: int = 0
     """Tokens that the engine had itself when it first ran."""
@@ -62,7 +72,7 @@ class Prompts(msgspec.Struct):
 class Records:
     """The last requests, by id, the oldest first. Written by the scheduler's thread, read by any."""
 
-    def __init__(self, most: int = RECORDS, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float], most: int = RECORDS) -> None:
         self._most, self._clock = most, clock
         self._by_id: OrderedDict[str, RequestRecord] = OrderedDict()
         self.prompts = Prompts()
@@ -74,7 +84,7 @@ class Records:
     def begin(self, request_id: str, prompt_tokens: int) -> RequestRecord:
         """A request arrives."""
         self._by_id.pop(request_id, None)
-        record = self._by_id[request_id] = RequestRecord(request_id, self._clock(), prompt_tokens)
+        record = self._by_id[request_id] = RequestRecord(name_of(request_id), self._clock(), prompt_tokens)
         if len(self._by_id) > self._most:
             self._by_id.popitem(last=False)
         return record

@@ -180,7 +180,7 @@ class Requests:
     tokens_ahead: int = 0
     """How many tokens after its block each key covers."""
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
-    records: Records = field(default_factory=Records, init=False)
+    records: Records = field(init=False)
 
     def of(self, request: EngineRequest) -> RequestState:
         """The request's state, a new one if there is none."""

@@ -7,19 +7,19 @@ nothing here waits, and nothing is changed.
 from __future__ import annotations
 
 import os
-import time
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
 from kvpact import __version__
 from kvpact.cache.cache import PactCache
-from kvpact.cache.records import Prompts, RequestRecord
+from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
-from kvpact.metrics import MEMORY, Metrics, Snapshot, series
+from kvpact.metrics import MEMORY, Metrics, series
 
 VERSION: Final = 1
-"""Of the document; another one when a field gets another meaning or goes."""
+"""The document's; it grows when a field gets another meaning or goes."""
 
 
 class TierState(msgspec.Struct):
@@ -49,10 +49,10 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     kvpact: str = __version__
     pid: int
     model: str
-    time: float
-    """Seconds since 1970."""
     block_size: int
-    metrics: Snapshot
+    metrics: dict[str, float | bool]
+    time: float = 0.0
+    """Now, on the clock of `records`."""
     tiers: list[TierState] = []
     leases: list[Lease] = []
     records: list[RequestRecord] = []
@@ -65,6 +65,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     @classmethod
     def parse(cls, raw: bytes) -> EngineStatus:
         """The document that an engine sent. Raises DataError."""
+        if not raw:
+            raise DataError("the engine has not answered in time")
         try:
             version = msgspec.json.decode(raw, type=_Versioned).version
             if version == VERSION:
@@ -78,24 +80,30 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
+def tiers_in(metrics: Mapping[str, float], engines: int = 1) -> dict[str, str]:
+    """What is wrong with each tier of so many engines, by their counts; memory is named only if something is."""
+    ups = {name.split('"')[1]: up for name, up in metrics.items() if name.startswith("tier_up{")}
+    found = {tier: "" if up >= engines else "the engine's log says why" for tier, up in ups.items() if tier != MEMORY}
+    return found | ({MEMORY: "a copy was wrong, so nothing is served"} if metrics.get("refuted_copies") else {})
+
+
 def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size: int) -> EngineStatus:
     """The status of an engine, with what kvpact's own cache knows if it has that.
 
     The tiers' gauges are those that the scheduler's thread has set last.
     """
-    found = EngineStatus(
-        pid=os.getpid(), model=model, time=time.time(), block_size=block_size, metrics=metrics.snapshot()
-    )
+    found = EngineStatus(pid=os.getpid(), model=model, block_size=block_size, metrics=metrics.snapshot())
     if cache is None:
         return found
     found.metrics |= {series(name, label): total for name, total, label in cache.ledger.totals.counts()}
     found.metrics[series("held_blocks", MEMORY)] = cache.index.held_count
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
-    found.tiers = [TierState(client.name, client.trouble) for client in list(cache.tiers.clients)]
-    now = cache.tiers.clock()
+    known = {client.name: client.trouble for client in list(cache.tiers.clients)}
+    found.tiers = [TierState(*tier) for tier in {**known, **tiers_in(found.metrics), **known}.items()]
+    now = found.time = cache.tiers.clock()
     found.leases = [
         Lease(
-            plan.request_id,
+            name_of(plan.request_id),
             plan.state,
             (plan.blocks.start, plan.blocks.end),
             plan.committed_tokens or plan.promised_tokens,

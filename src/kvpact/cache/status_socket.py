@@ -25,7 +25,10 @@ from kvpact.tiers.log_once import LogOnce
 logger = logging.getLogger(__name__)
 
 CLIENT_SECONDS: Final = 2.0
-"""Seconds that a caller may take to read, and an engine to answer."""
+"""Seconds that a caller may take to read."""
+
+ANSWER_SECONDS: Final = 10.0
+"""Seconds that an engine may take to answer: its thread waits while the engine's own holds the interpreter."""
 
 RETRY_SECONDS: Final = 0.2
 
@@ -104,7 +107,7 @@ class StatusSocket:
 def answers() -> list[tuple[str, bytes]]:
     """What each live engine of this user says, with the path of its socket; sockets of dead engines are removed.
 
-    An engine that does not answer in time says nothing.
+    One that does not answer in time says b"".
     """
     found: list[tuple[str, bytes]] = []
     for parent, name in places():
@@ -115,12 +118,15 @@ def answers() -> list[tuple[str, bytes]]:
 
 def _answers_in(folder: OwnFolder) -> Iterator[tuple[str, bytes]]:
     for path in sorted(folder.held.glob("*.sock")):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked, suppress(OSError):
-            asked.settimeout(CLIENT_SECONDS)
+        said = b""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+            asked.settimeout(ANSWER_SECONDS)
             try:
                 asked.connect(str(path))
+                said = b"".join(iter(lambda: asked.recv(1 << 16), b""))
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
                 continue
-            said = b"".join(iter(lambda: asked.recv(1 << 16), b""))
-            yield str(folder.path / path.name), said
+            except OSError as error:
+                logger.debug("kvpact: %s: %s", path, reason_of(error))
+        yield str(folder.path / path.name), said

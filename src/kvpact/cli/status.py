@@ -5,7 +5,6 @@ Asks a server's metrics page, or the sockets of this user's engines. Owns the wo
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from textwrap import wrap
@@ -16,7 +15,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.records import Prompts, RequestRecord
-from kvpact.cache.status import EngineStatus, TierState
+from kvpact.cache.status import EngineStatus, TierState, tiers_in
 from kvpact.cache.status_socket import answers, places
 from kvpact.cli.screen import age, console, print_json, table
 from kvpact.errors import DataError, KvpactError, reason_of
@@ -76,12 +75,9 @@ def _read_page(url: str) -> EngineStatus:
         raise KvpactError(f"{page} has no metrics of kvpact; start the server with `kvpact serve`, and ask it once")
     local = found[f'{BY_SOURCE}{{source="local_cache_hit"}}'] or found["vllm:prefix_cache_hits_total"]
     other = found[f'{BY_SOURCE}{{source="external_kv_transfer"}}'] or found["vllm:external_prefix_cache_hits_total"]
-    ups = {name.split('"')[1]: up for name, up in found.items() if name.startswith("tier_up{")}
-    tiers = [TierState(tier, "" if up == len(engines) else "the server's log says why") for tier, up in ups.items()]
+    tiers = [TierState(*tier) for tier in tiers_in(found, len(engines)).items()]
     prompts = Prompts(len(engines), *map(int, (found["vllm:prompt_tokens_total"], local, other)))
-    return EngineStatus(
-        pid=0, model=page, time=time.time(), block_size=0, metrics=dict(found), tiers=tiers, prompts=prompts
-    )
+    return EngineStatus(pid=0, model=page, block_size=0, metrics=dict(found), tiers=tiers, prompts=prompts)
 
 
 def _engines() -> list[EngineStatus]:
@@ -186,7 +182,7 @@ def show_requests(wanted: str | None, *, as_json: bool) -> None:
         rows = table(["request", "outcome"], ["age", "prompt", "engine", "promised", "used"])
         for engine, record in found[-SHOWN:]:
             numbers = (record.prompt_tokens, record.engine_tokens, record.promised_tokens, record.used_tokens)
-            outcome = str(record.ended or record.miss or ("waiting" if record.looked_up_from >= 0 else "-"))
+            outcome = record.ended or record.miss or ("waiting" if record.looked_up_from >= 0 else "in engine")
             rows.add_row(record.request_id[:24], outcome, age(engine.time - record.arrived_at), *map(str, numbers))
         console().print(rows)
 
@@ -215,11 +211,12 @@ def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str
     for lease in (lease for lease in engine.leases if lease.request_id == record.request_id):
         yield "now", f"{lease.state}, {lease.tokens:,} tokens in {_blocks(*lease.blocks)}"
     if record.plans:
-        yield "promised", f"{record.promised_tokens:,} tokens, at last in {_blocks(*record.blocks)}"
-        yield "committed", f"{record.committed_tokens:,} tokens"
-        yield "loaded", f"{record.loaded_tokens:,} tokens"
-        yield "used", f"{record.used_tokens:,} tokens, {record.used_again_tokens:,} once more after a preemption"
-        yield "ended", f"{record.ended}, {record.plans} plans"
+        promised, committed, loaded = record.promised_tokens, record.committed_tokens, record.loaded_tokens
+        yield (
+            "tokens",
+            f"{promised:,} promised, {committed:,} committed, {loaded:,} loaded, {record.used_tokens:,} used",
+        )
+        yield "ended", f"{record.ended}: the last of {record.plans} plans, for {_blocks(*record.blocks)}"
     yield "saved", f"{record.saved_blocks:,} blocks"
 
 
