@@ -28,13 +28,14 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_an_engine_refuses_to_start_with_a_wrong_configuration_and_says_why(tiny_model: Path, tmp_path: Path) -> None:
     """All other ways to be wrong are tried in test_engine_configuration.py, without an engine's start for each."""
-    message = 'unknown key "memroy" in kv_connector_extra_config; did you mean "memory"?'
-    transfer = kvpact_transfer_config() | {"kv_connector_extra_config": {"memroy": "1GiB"}}
+    message = 'kv_role is "kv_producer"; a cache both stores and loads'
+    transfer = kvpact_transfer_config() | {"kv_role": "kv_producer"}
     log = tmp_path / "engine.log"
     settings = EngineSettings(tiny_model, transfer, environment=IN_ONE_PROCESS)
     with pytest.raises(EngineError), ForkedEngine(settings, log) as engine:
         engine.wait_ready()
     assert message in log.read_text()
+    assert "load model" not in log.read_text().lower(), "it is said before the weights are loaded"
 
 
 @pytest.mark.proof

@@ -183,6 +183,10 @@ def serve(
 
 @app.command()
 def config(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="With --check.", show_default=False)] = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what holds of machine, vLLM, model and settings, and what to set.")
+    ] = False,
     through: ThroughOption = "connector",
     memory: MemoryOption = None,
     tier: TierOption = None,
@@ -192,11 +196,19 @@ def config(
 
     Merges the options with the environment (KVPACT_*) and the file. Standard error says which other options vLLM
     needs beside it. Tiers whose URLs hold a password are left out; one line there names the variable from which vLLM's
-    process gets them.
+    process gets them. With --check nothing of that is printed, and the exit code is 1 if something is wrong.
     """
     from kvpact.cli.serve import chosen_settings
     from kvpact.cli.transfer_config import print_configuration
 
+    if check:
+        from kvpact.cli.check import check_everything
+
+        if not check_everything(chosen_settings(memory, tier), os.environ, config, through, model):
+            raise typer.Exit(1)
+        return
+    if model:
+        raise ConfigError(f"kvpact config {model}: only --check takes a model")
     print_configuration(chosen_settings(memory, tier), os.environ, config, through)
 
 

@@ -234,7 +234,7 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
     files = stats_files(stats_file) if stats_file else []
     engines = {file: _count_tiers(_read_stats(file)) for file in files}
     with busy("asking the tiers"):
-        rows = [_probe(url) for url in urls]
+        rows = [probe(url) for url in urls]
     if as_json:
         engine = [row | {"stats": str(file)} for file, counted in engines.items() for row in counted]
         print_json({"now": rows, "engine": engine})
@@ -263,7 +263,7 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
     return all(row["state"] == WORKS for row in rows)
 
 
-def _probe(url: TierURL) -> dict[str, Any]:
+def probe(url: TierURL) -> dict[str, Any]:
     """How a tier is now, in base units; None where that is unknown."""
     row = {"tier": str(url), "state": WORKS, **_figures(None, 0, 0)}
     try:

@@ -1,21 +1,27 @@
-"""Which engines can be served correctly: checked once at start, with one clear message per refusal.
+"""Which engines can be served correctly, with one clear message per refusal.
 
-Owns the settings under which kvpact's promises hold.
+Owns the settings under which kvpact's promises hold. What the configuration alone tells is refused when vLLM has made
+it (`check_configuration`, called by `kvpact.vllm.plugin`), the rest when the weights are loaded.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from itertools import compress
+from pathlib import Path
 from typing import Any, Final
 
-from kvpact.config import KvpactConfig, check_cache
+from kvpact.config import KvpactConfig, check_cache, load_config
 from kvpact.errors import ConfigError
-from kvpact.vllm.compat.configuration import allows_cascade_attention, may_sleep
+from kvpact.tiers.registry import load_seal
+from kvpact.vllm.base_weights import base_weights
+from kvpact.vllm.compat.configuration import allows_cascade_attention, may_sleep, speculates
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER, OUR_CLASSES, classes_for
-from kvpact.vllm.compat.releases import is_known
+from kvpact.vllm.compat.releases import is_known, refuse_older
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
-from kvpact.vllm.groups import EngineGroups, engine_groups
+from kvpact.vllm.groups import STATES_AND_DRAFTS, STATES_IN_MODE, UNSERVED, EngineGroups, engine_groups
 from kvpact.wire import WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -33,6 +39,88 @@ FALLS_WITHOUT: Final = {
 }
 """Option of `OUR_CLASSES` -> what an engine without that class does not keep."""
 
+NO_STEP_HOOK: Final = (
+    'match_at="step" needs a worker that asks when a step begins: add '
+    "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
+)
+NO_RESTARTS: Final = (
+    "{} needs a scheduler that begins requests again whose blocks turn out wrong: add --scheduler-cls "
+    "kvpact.vllm.scheduler.pact_scheduler (not for diffusion models)"
+)
+"""Why an engine is refused that was started without one of those classes."""
+
+DEVICES: Final = ("cuda", "xpu")
+"""torch's kinds of device from and to which vLLM's copies are used."""
+
+
+def check_configuration(vllm_config: Any) -> None:
+    """Raise ConfigError for whatever the configuration alone tells that kvpact cannot serve: no weights are loaded yet.
+
+    What workers and their KV cache groups tell is left to the other checks.
+    """
+    import vllm
+
+    refuse_older(str(vllm.__version__))
+    config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+    if (model := vllm_config.model_config) is None:
+        return
+    _refuse_settings_of_engine(vllm_config)
+    _refuse_model(vllm_config)
+    check_settings(config, vllm_config)
+    load_seal(config.record_key_file)
+    if config.tiers and Path(str(model.model)).exists():  # one of the hub may not be here yet
+        base_weights(vllm_config, config.model_id)
+    _refuse_device(config)
+    stock_worker, stock_scheduler = _stock_classes(vllm_config)
+    if config.match_at == "step" and stock_worker:
+        raise ConfigError(NO_STEP_HOOK)
+    if config.match_at == "step" and stock_scheduler:
+        raise ConfigError(NO_RESTARTS.format("match_at=step"))
+    if config.require == "all" and (stock_worker or stock_scheduler):
+        _say_missing(config, [*compress(OUR_CLASSES, (stock_worker, stock_scheduler))])
+
+
+def _stock_classes(vllm_config: Any) -> tuple[bool, bool]:
+    """Whether the worker's class, and the scheduler's, are vLLM's own."""
+    worker = vllm_config.parallel_config.worker_cls
+    return worker in ("auto", *BASE_WORKERS.values()), vllm_config.scheduler_config.scheduler_cls is None
+
+
+def _refuse_model(vllm_config: Any) -> None:
+    """Raise ConfigError for models whose KV cache groups `engine_groups` would refuse."""
+    model = vllm_config.model_config
+    if model.is_encoder_decoder:
+        raise ConfigError(f"an encoder-decoder model is not supported: {UNSERVED['CrossAttentionSpec']}")
+    if not model.has_inner_state:
+        return
+    if speculates(vllm_config):
+        raise ConfigError(STATES_AND_DRAFTS)
+    if (mode := str(vllm_config.cache_config.mamba_cache_mode)) != "align":
+        raise ConfigError(STATES_IN_MODE.format(mode))
+
+
+def _refuse_device(config: KvpactConfig) -> None:
+    """Raise ConfigError for a platform whose KV memory kvpact would refuse."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type not in ("cpu", *DEVICES):
+        known = ", ".join(("cpu", *DEVICES))
+        raise ConfigError(f"KV memory on {current_platform.device_type}: kvpact copies from and to {known}")
+    if current_platform.device_type in DEVICES:
+        refuse_device_settings(config, current_platform.device_type)
+
+
+def refuse_device_settings(config: KvpactConfig, device: str) -> None:
+    """Raise ConfigError for settings of kvpact with which KV memory on a device is not used."""
+    where = f"KV memory on {device}"
+    if config.gpu == "off":
+        raise ConfigError(f'{where}: "gpu": "off" refuses it; leave "gpu" out')
+    if config.match_at == "step":
+        raise ConfigError(
+            f'{where}: match_at="step" loads while the step waits, before the copies are proven; set "match_at": '
+            '"schedule"'
+        )
+
 
 def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None = None) -> EngineGroups:
     """The engine's KV cache groups. `connector` is the class whose hooks vLLM will call.
@@ -47,32 +135,13 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
         from kvpact.vllm.compat.shape import check_shape
 
         logger.warning("kvpact: %s", check_shape(release, vllm_config, kv_cache_config, connector))
+    _refuse_settings_of_engine(vllm_config)
     transfer = vllm_config.kv_transfer_config
-    if transfer.kv_role != "kv_both":
-        raise ConfigError(f'kv_role is "{transfer.kv_role}"; a cache both stores and loads: set "kv_role": "kv_both"')
     if transfer.kv_load_failure_policy != "recompute":
         logger.warning(
             'kvpact: kv_load_failure_policy is "%s": a load that fails ends its request with an error; '
             'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
             transfer.kv_load_failure_policy,
-        )
-    if COUNTS_HELD_BLOCKS and allows_cascade_attention(vllm_config):
-        raise ConfigError(
-            f"cascade attention on vLLM {release} goes by how often each block is used, and kvpact holds blocks while "
-            "they are copied: it would hear of a common prefix that requests do not have, and answer wrongly; "
-            "leave --no-disable-cascade-attn out"
-        )
-    stock_worker = vllm_config.parallel_config.worker_cls in BASE_WORKERS.values()
-    if may_sleep(vllm_config) and stock_worker and not TELLS_OF_SLEEP:
-        raise ConfigError(
-            f"sleep mode on vLLM {release} takes KV memory away without a word to connectors, and a copy under way "
-            f"would end the engine: add --worker-cls {KVPACT_WORKER}, or leave --enable-sleep-mode out"
-        )
-    parallel = vllm_config.parallel_config
-    context_parallel = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    if context_parallel > 1:
-        raise ConfigError(
-            f"context parallelism of {context_parallel} is not supported; blocks are then split over ranks"
         )
     if vllm_config.model_config.runner_type == "pooling":
         logger.warning("kvpact: requests of a pooling model are never cached: leave --kv-transfer-config out")
@@ -85,6 +154,32 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
     return groups
 
 
+def _refuse_settings_of_engine(vllm_config: Any) -> None:
+    """Raise ConfigError for settings of vLLM that break a promise."""
+    import vllm
+
+    release, role = str(vllm.__version__), vllm_config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        raise ConfigError(f'kv_role is "{role}"; a cache both stores and loads: set "kv_role": "kv_both"')
+    if COUNTS_HELD_BLOCKS and allows_cascade_attention(vllm_config):
+        raise ConfigError(
+            f"cascade attention on vLLM {release} goes by how often each block is used, and kvpact holds blocks while "
+            "they are copied: it would hear of a common prefix that requests do not have, and answer wrongly; "
+            "leave --no-disable-cascade-attn out"
+        )
+    if may_sleep(vllm_config) and _stock_classes(vllm_config)[0] and not TELLS_OF_SLEEP:
+        raise ConfigError(
+            f"sleep mode on vLLM {release} takes KV memory away without a word to connectors, and a copy under way "
+            f"would end the engine: add --worker-cls {KVPACT_WORKER}, or leave --enable-sleep-mode out"
+        )
+    parallel = vllm_config.parallel_config
+    context_parallel = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    if context_parallel > 1:
+        raise ConfigError(
+            f"context parallelism of {context_parallel} is not supported; blocks are then split over ranks"
+        )
+
+
 def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, speaks_the_pact: bool) -> None:
     """Log one line if the engine was started without kvpact's classes: what falls, and what to add.
 
@@ -92,9 +187,11 @@ def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, sp
     said of themselves, so classes that inherit from kvpact's count. `speaks_the_pact`: whether the scheduler's does.
     """
     present = {"--worker-cls": all(hello.watches_weights for hello in hellos), "--scheduler-cls": speaks_the_pact}
-    missing = [option for option in OUR_CLASSES if not present[option]]
-    if not missing:
-        return
+    if missing := [option for option in OUR_CLASSES if not present[option]]:
+        _say_missing(config, missing)
+
+
+def _say_missing(config: KvpactConfig, missing: Sequence[str]) -> None:
     import vllm
     from vllm.platforms import current_platform
 
@@ -128,10 +225,7 @@ def require_all_ranks(vllm_config: Any, hellos: Sequence[WorkerHandshake]) -> li
 def require_hooks(config: KvpactConfig, hellos: Sequence[WorkerHandshake]) -> None:
     """Raise ConfigError if the workers are to look when a step begins, and are not asked then."""
     if config.match_at == "step" and not all(hello.step_hook for hello in hellos):
-        raise ConfigError(
-            'match_at="step" needs a worker that asks when a step begins: add '
-            "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
-        )
+        raise ConfigError(NO_STEP_HOOK)
 
 
 def require_no_restarts(config: KvpactConfig, vllm_config: Any, groups: EngineGroups) -> None:
@@ -139,11 +233,7 @@ def require_no_restarts(config: KvpactConfig, vllm_config: Any, groups: EngineGr
     what a step finds may not arrive; an adapter may be exchanged between a load and its use."""
     adapters = vllm_config.lora_config is not None and groups.several
     if adapters or config.match_at == "step":
-        raise ConfigError(
-            f"{'LoRA with several KV cache groups' if adapters else 'match_at=step'} needs a scheduler that begins "
-            "requests again whose blocks turn out wrong: add --scheduler-cls kvpact.vllm.scheduler.pact_scheduler "
-            "(not for diffusion models)"
-        )
+        raise ConfigError(NO_RESTARTS.format("LoRA with several KV cache groups" if adapters else "match_at=step"))
 
 
 def check_settings(config: KvpactConfig, vllm_config: Any, groups: EngineGroups | None = None) -> None:

@@ -20,6 +20,7 @@ from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.numa import near_node
+from kvpact.vllm.checks import refuse_device_settings
 from kvpact.vllm.compat.device import copy_call, pin, small_page_call, unpin, use_on_this_thread
 from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact.worker.device.base import Addresses, Event, Stream
@@ -142,18 +143,11 @@ def _node_of(device: torch.device) -> int | None:
 
 def require_provable(config: KvpactConfig, paged: PagedKV, device: str) -> None:
     """Raise ConfigError where the copies cannot be asked to prove themselves before a step waits for one of them."""
-    where = f"KV memory on {device}"
-    if config.gpu == "off":
-        raise ConfigError(f'{where}: "gpu": "off" refuses it; leave "gpu" out')
-    if config.match_at == "step":
-        raise ConfigError(
-            f'{where}: match_at="step" loads while the step waits, before the copies are proven; set "match_at": '
-            '"schedule"'
-        )
+    refuse_device_settings(config, device)
     if len(paged.cache_groups) > 1 and not TAKES_FAILED_REQUESTS:
         raise ConfigError(
-            f"{where}: vLLM {vllm.__version__} takes no asynchronous loads for {len(paged.cache_groups)} KV cache "
-            "groups, and before the copies are proven no step may wait for one: 0.30 is the first that does"
+            f"KV memory on {device}: vLLM {vllm.__version__} takes no asynchronous loads for {len(paged.cache_groups)} "
+            "KV cache groups, and before the copies are proven no step may wait for one: 0.30 is the first that does"
         )
 
 

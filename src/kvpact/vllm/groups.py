@@ -65,6 +65,17 @@ UNSERVED = {
 """Class of a specification -> why its blocks are not stored."""
 
 
+STATES_AND_DRAFTS = (
+    "the model has state-space layers, and with speculative decoding vLLM does not say which block holds the state of "
+    "which token: leave --speculative-config out"
+)
+STATES_IN_MODE = (
+    'the model keeps its states in mode "{}", where no block holds the state at its end: add --enable-prefix-caching '
+    "and, before vLLM 0.33, --mamba-cache-mode align"
+)
+"""Why some models with state-space layers are refused."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineGroups:
     """An engine's groups, as vLLM numbers them, and the layers of each."""
@@ -98,10 +109,7 @@ def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
         for number, (one, own) in enumerate(zip(members, specs, strict=True))
     )
     if any(group.kind is GroupKind.STATE for group in groups) and speculates(vllm_config):
-        raise ConfigError(
-            "the model has state-space layers, and with speculative decoding vLLM does not say which block holds the "
-            "state of which token: leave --speculative-config out"
-        )
+        raise ConfigError(STATES_AND_DRAFTS)
     layers = tuple(tuple(one.layer_names) for one in members)
     return EngineGroups(GroupSet(groups, hit_alignment(kv_cache_config)), layers)
 
@@ -142,10 +150,7 @@ def _read(spec: Any) -> tuple[GroupKind, int]:
         )
     kind, span = KINDS[name]
     if kind is GroupKind.STATE and (mode := state_mode(spec)) != "align":
-        raise ConfigError(
-            f'the model keeps its states in mode "{mode}", where no block holds the state at its end: add '
-            "--enable-prefix-caching and, before vLLM 0.33, --mamba-cache-mode align"
-        )
+        raise ConfigError(STATES_IN_MODE.format(mode))
     return kind, span(spec)
 
 

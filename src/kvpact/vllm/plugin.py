@@ -1,5 +1,6 @@
 """vLLM's plug-in: tells it kvpact's names, so that `"kv_connector": "PactConnector"` and a secondary tier of the `type`
-`PactTier` need no module path, and has it refuse a configuration that names the connector and another one in its place.
+`PactTier` need no module path, and has it refuse a configuration that names the connector and cannot be served, or puts
+another one in its place: before the weights are loaded.
 
 Entry point `kvpact` of the group `vllm.general_plugins`, which vLLM calls in each of its processes, also those of
 engines without kvpact. So it imports nothing: what it changes it changes when vLLM imports those modules itself.
@@ -91,7 +92,8 @@ def _keep_named(module: Any) -> None:
 
 
 def _refusing(decide: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`VllmConfig`'s method that chooses the connector, which then refuses to replace PactConnector."""
+    """`VllmConfig`'s method that chooses the connector, its last but for some derived settings. It then refuses to
+    replace PactConnector, and what `check_configuration` refuses."""
 
     def decide_or_refuse(self: Any) -> None:
         asked = self.kv_transfer_config
@@ -102,8 +104,23 @@ def _refusing(decide: Callable[[Any], None]) -> Callable[[Any], None]:
                 f"kvpact: --kv-transfer-config names PactConnector, and --kv-offloading-size puts {chosen} "
                 "in its place: leave one of them out"
             )
+        if named == "PactConnector":
+            _refuse_what_cannot_be_served(self)
 
     return decide_or_refuse
+
+
+def _refuse_what_cannot_be_served(vllm_config: Any) -> None:
+    from kvpact.errors import ConfigError
+
+    try:
+        from kvpact.vllm.checks import check_configuration
+
+        check_configuration(vllm_config)
+    except ConfigError as error:
+        raise ValueError(f"kvpact: {error}") from None
+    except Exception as error:  # an unknown release: the connector will say what is wrong
+        logger.debug("kvpact: the configuration cannot be checked before the weights are loaded: %r", error)
 
 
 _CHANGES: Final = {

@@ -1,0 +1,146 @@
+"""`kvpact config --check`: this machine, vLLM, a model and the configuration; what holds, and what to set.
+
+Starts nothing and imports neither torch nor vLLM; tiers are asked as `kvpact tiers` asks them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpact.border import json_object
+from kvpact.cli.offloading import offloading_json
+from kvpact.cli.screen import BAD, busy, console
+from kvpact.cli.serve import COMMAND_LINE, what_copies
+from kvpact.cli.stores import WORKS, probe
+from kvpact.cli.transfer_config import refuse_secrets_of_the_command_line
+from kvpact.cli.vllm_command import answer_for_vllm, refuse_offloading
+from kvpact.config import KvpactConfig, check_cache, load_with_variables
+from kvpact.errors import ConfigError, DataError
+from kvpact.memory.limits import available_memory_bytes
+from kvpact.tiers.registry import load_seal
+from kvpact.units import format_size
+from kvpact.vllm.compat.platforms import OFFLOADING
+from kvpact.vllm.compat.releases import SERIES, is_known, refuse_older
+
+
+class Finding(NamedTuple):
+    """What was looked at, and what was found; `is_right` if nothing need be changed."""
+
+    is_right: bool
+    what: str
+    text: str
+
+
+def check_everything(
+    settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None, through: str, model: str
+) -> bool:
+    """Print a line for each thing that was looked at; returns whether all are right."""
+    screen, right = console(), True
+    with busy("checking"):
+        findings = [*_findings(settings, environ, config_file, through, model)]
+    for each in findings:
+        right = right and each.is_right
+        line = f"{'ok' if each.is_right else 'look at':<8}{each.what}: {each.text}"
+        screen.print(line, style=None if each.is_right else BAD)
+    return right
+
+
+def _findings(
+    settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None, through: str, model: str
+) -> Iterator[Finding]:
+    room, cores = available_memory_bytes(), len(os.sched_getaffinity(0))
+    yield Finding(True, "machine", f"Linux {os.uname().release}, {cores} cores, {format_size(room)} of memory free")
+    yield _vllm(through)
+    try:
+        config, variables = load_with_variables(settings, environ, config_file, extra_source=COMMAND_LINE)
+        refuse_secrets_of_the_command_line(config, variables)
+        check_cache(config)
+        load_seal(config.record_key_file)
+        if through == OFFLOADING:
+            offloading_json(config, variables)
+    except ConfigError as error:
+        yield Finding(False, "configuration", str(error))
+        return
+    yield Finding(True, "configuration", f"set: {config.described()}")
+    enough = config.memory <= room
+    limit = "" if enough else "; set `memory` below what is free, and leave room for the model"
+    yield Finding(enough, "memory", f"{format_size(config.memory)} wanted, {format_size(room)} free{limit}")
+    copies = what_copies(config.gpu, through=through).removeprefix("kvpact: ")
+    yield Finding(config.gpu != "off" or copies.startswith("no "), "GPU", copies)
+    for url in config.tiers:
+        state = probe(url)["state"]
+        yield Finding(state == WORKS, f"tier {url}", state)
+    if model:
+        yield _model(model, config)
+
+
+def _vllm(through: str) -> Finding:
+    answer_for_vllm()
+    try:
+        version = distribution("vllm").version
+        refuse_older(version)
+        if through == OFFLOADING:
+            refuse_offloading(version)
+    except PackageNotFoundError:
+        return Finding(False, "vLLM", f"is not installed beside kvpact: install one of {SERIES[0]} to {SERIES[-1]}")
+    except ConfigError as error:
+        return Finding(False, "vLLM", str(error))
+    tested = f"among the tested releases, {SERIES[0]} to {SERIES[-1]}"
+    return Finding(is_known(version), "vLLM", f"{version} is {'' if is_known(version) else 'not '}{tested}")
+
+
+def _model(model: str, config: KvpactConfig) -> Finding:
+    file = _config_file(model)
+    if file is None:
+        is_path = model.startswith((".", "/", "~"))
+        return Finding(
+            not is_path, "model", f"{model} is not on this machine{'' if is_path else ': vLLM will fetch it'}"
+        )
+    try:
+        found = json_object(file.read_bytes())
+    except (OSError, DataError) as error:
+        return Finding(False, "model", f"{file} cannot be read: {error}; give a model's folder or its name on the hub")
+    if found.get("is_encoder_decoder"):
+        return Finding(False, "model", f"{model} is an encoder-decoder model: serve it without kvpact")
+    size = kv_bytes_per_token(found)
+    if not size:
+        return Finding(True, "model", f"{model}: its config.json does not say how large a token's keys and values are")
+    return Finding(
+        True,
+        "model",
+        f"{model}: {format_size(size)} of keys and values a token, if all layers keep all tokens; memory holds "
+        f"{config.memory // size:,} tokens",
+    )
+
+
+def _config_file(model: str) -> Path | None:
+    """A model's config.json: in its folder, or in the newest commit that the hub's cache has of it."""
+    if (file := Path(model).expanduser() / "config.json").is_file():
+        return file
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    kept = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
+    with suppress(OSError):
+        file = kept / "snapshots" / (kept / "refs" / "main").read_text().strip() / "config.json"
+        return file if file.is_file() else None
+    return None
+
+
+def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
+    """Bytes of a token's keys and values in all layers, from a model's config.json; 0 if it does not say."""
+    text = config.get("text_config") or config
+    size = 4 if "float32" in json.dumps([config.get("torch_dtype"), text.get("torch_dtype"), text.get("dtype")]) else 2
+    try:
+        layers = int(text["num_hidden_layers"])
+        if "kv_lora_rank" in text:  # one vector for all heads
+            return layers * size * (int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"]))
+        heads = int(text["num_attention_heads"])
+        width = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+        return 2 * layers * size * width * int(text.get("num_key_value_heads") or heads)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return 0

@@ -1,0 +1,147 @@
+"""What kvpact refuses is said when vLLM has made its configuration, before any weights, where that alone tells."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from kvpact.errors import ConfigError
+from kvpact.vllm import plugin
+from kvpact.vllm.checks import check_configuration
+from kvpact.vllm.compat.platforms import OUR_CLASSES
+from kvpact_testkit.vllm.compat import EngineSettings, make_vllm_config
+
+PACT = {"kv_connector": "PactConnector", "kv_connector_module_path": "kvpact.vllm"}
+
+
+def made(**settings: Any) -> Any:
+    """vLLM's configuration of an engine with kvpact."""
+    return make_vllm_config(EngineSettings(), PACT | {"kv_connector_extra_config": settings})
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plug-in as vLLM's processes have it, for this test."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    decides = "_post_init_kv_transfer_config"
+    monkeypatch.setattr(VllmConfig, decides, getattr(VllmConfig, decides))
+    plugin.register()
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        ({"kv_role": "kv_producer"}, 'kvpact: kv_role is "kv_producer"; a cache both stores and loads'),
+        ({"kv_connector_extra_config": {"memroy": "1GiB"}}, 'kvpact: unknown key "memroy".*did you mean "memory"'),
+        (
+            {"kv_connector_extra_config": {"require": "all"}},
+            "kvpact: this engine was started without kvpact's --worker-cls",
+        ),
+        ({"kv_connector_extra_config": {"record_key_file": "/nowhere"}}, "kvpact: record_key_file=/nowhere: cannot be"),
+        ({"kv_connector_extra_config": {"match_at": "step"}}, 'kvpact: match_at="step" needs a worker that asks'),
+    ],
+)
+def test_vllms_configuration_cannot_be_made_with_what_kvpact_refuses(transfer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_vllm_config(EngineSettings(), PACT | transfer)
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_can_be_served_is_made() -> None:
+    assert made(memory="64MiB").kv_transfer_config.kv_connector == "PactConnector"
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_check_that_breaks_stops_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown release may lack what the check asks for; the connector then says what is wrong."""
+    monkeypatch.setattr("kvpact.vllm.checks.check_configuration", lambda config: config.no_such_thing)
+    made()
+
+
+def context_parallel(config: Any) -> None:
+    config.parallel_config.decode_context_parallel_size = 2
+
+
+def in_mode_none(config: Any) -> None:
+    config.model_config = SimpleNamespace(model="m", is_encoder_decoder=False, has_inner_state=True)
+    config.cache_config.mamba_cache_mode = "none"
+
+
+def with_drafts(config: Any) -> None:
+    in_mode_none(config)
+    config.speculative_config = object()
+
+
+def encoder_decoder(config: Any) -> None:
+    config.model_config = SimpleNamespace(model="m", is_encoder_decoder=True)
+
+
+def no_prefix_caching(config: Any) -> None:
+    config.cache_config.enable_prefix_caching = False
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (context_parallel, {}, "context parallelism of 2 is not supported"),
+        (in_mode_none, {}, 'keeps its states in mode "none"'),
+        (with_drafts, {}, "leave --speculative-config out"),
+        (encoder_decoder, {}, "an encoder-decoder model is not supported"),
+        (no_prefix_caching, {"save": "lazy"}, "add --enable-prefix-caching"),
+    ],
+)
+def test_what_the_configuration_alone_tells_is_refused(
+    change: Callable[[Any], None], settings: dict[str, Any], message: str
+) -> None:
+    config = made(**settings)
+    check_configuration(made())
+    change(config)
+    with pytest.raises(ConfigError, match=message):
+        check_configuration(config)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "message"),
+    [
+        ("cuda", {"gpu": "off"}, 'KV memory on cuda: "gpu": "off" refuses it'),
+        ("cuda", {"match_at": "step"}, 'KV memory on cuda: match_at="step" loads while the step waits'),
+        ("tpu", {}, "KV memory on tpu: kvpact copies from and to cpu, cuda, xpu"),
+    ],
+)
+def test_a_device_is_refused(
+    device: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = made(**settings)
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type=device))
+    with pytest.raises(ConfigError, match=message):
+        check_configuration(config)
+
+
+def test_a_release_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = made()
+    monkeypatch.setattr("vllm.__version__", "0.27.1")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.27\.1 is installed, and kvpact serves 0\.28 and later"):
+        check_configuration(config)
+
+
+def test_step_hits_need_a_scheduler_that_begins_again() -> None:
+    config = made(match_at="step")
+    config.parallel_config.worker_cls = OUR_CLASSES["--worker-cls"]
+    with pytest.raises(ConfigError, match="match_at=step needs a scheduler"):
+        check_configuration(config)
+    config.scheduler_config.scheduler_cls = OUR_CLASSES["--scheduler-cls"]
+    check_configuration(config)
+
+
+def test_weights_that_cannot_be_told_from_others_are_refused(tmp_path: Path) -> None:
+    config = made(tiers=[f"disk://{tmp_path}?capacity=1GiB"])
+    config.load_config.load_format = "tensorizer"
+    with pytest.raises(ConfigError, match="may have them from anywhere"):
+        check_configuration(config)
