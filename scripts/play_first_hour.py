@@ -129,7 +129,7 @@ def second_run(user: Player) -> None:
     """A store dies behind the engine."""
     user.stop()
     with redis_server(user.folder / "redis") as server:
-        url = f"redis://{server.address}/0"
+        url = f"redis://localhost:{server.port}/0"
         user.serve("dies", f"kvpact serve ./model --memory 64MiB --tier '{url}' {SMALL}")
         user.ask("dies")
         user.type("dies", "kvpact status")
@@ -139,6 +139,7 @@ def second_run(user: Player) -> None:
         for number in range(5):
             user.type("", ask_another(number))
             time.sleep(1)
+        user.ask("dies")
         user.type("dies", "kvpact status")
         user.type("dies", f"kvpact tiers '{url}'")
         user.type("dies", "grep -o 'kvpact: the .* tier is left alone.*' server.log")
@@ -191,7 +192,7 @@ def main() -> None:
     folder = given.keep or Path(tempfile.mkdtemp())
     folder.mkdir(exist_ok=True)
     shutil.copytree(ensure_model(folder, TINY_SHAPE, TOKENIZER_TEXT), folder / "model")
-    body = {"model": "./model", "prompt": TOKENIZER_TEXT[:4000], "max_tokens": 1}
+    body = {"model": "./model", "prompt": TOKENIZER_TEXT[:4200], "max_tokens": 1}
     (folder / "prompt.json").write_text(json.dumps(body))
     user = Player(folder)
     try:
