@@ -143,7 +143,9 @@ def test_images_run_as_the_user_whose_folders_are_mounted(image: str) -> None:
 
 
 def test_prometheus_asks_the_engine() -> None:
-    [job] = read("prometheus.yml")["scrape_configs"]
+    asked = read("prometheus.yml")
+    [job] = asked["scrape_configs"]
+    assert asked["rule_files"] == ["prometheus-alerts.yml"]
     services = read("compose.yaml")["services"]
     assert job["static_configs"] == [{"targets": ["engine:8000"]}]
     assert services.keys() == {"engine", "valkey", "prometheus"}
