@@ -72,13 +72,15 @@ else
     exit 1
 fi
 echo "[setup] installing ${missing[*]}"
-if ! stat "$policy" >/dev/null 2>&1; then # the tests start servers of their own; Debian's would stay on port 6379
+if ! stat "$policy" >/dev/null 2>&1; then # the tests start servers of their own; Debian's would stay on their ports
     trap '"${root[@]}" rm -f "$policy"' EXIT
     printf '#!/bin/sh\nexit 101\n' | "${root[@]}" tee "$policy" >/dev/null
     "${root[@]}" chmod 755 "$policy"
 fi
 "${root[@]}" apt-get update -qq
 "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends "${missing[@]}"
-if [[ " ${missing[*]} " = *" redis-server "* ]] && command -v systemctl >/dev/null; then
-    "${root[@]}" systemctl --quiet disable redis-server # nor after the next start of the machine
-fi
+for server in redis-server prometheus; do
+    if [[ " ${missing[*]} " = *" $server "* ]] && command -v systemctl >/dev/null; then
+        "${root[@]}" systemctl --quiet disable "$server" # nor after the next start of the machine
+    fi
+done

@@ -15,13 +15,18 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-ALL = {"make", "python3.11", "redis-server", "openssl", "ip", "libnuma.so.1", "libibverbs.so.1", "libcurl.so.4"}
+ALL = {"make", "python3.11", "redis-server", "openssl", "prometheus", "ip"} | {
+    "libnuma.so.1",
+    "libibverbs.so.1",
+    "libcurl.so.4",
+}
 PACKAGES = {
     "make": "make",
     "python3.11": "python3-venv",
     "libnuma.so.1": "libnuma1",
     "redis-server": "redis-server",
     "openssl": "openssl",
+    "prometheus": "prometheus",
     "ip": "iproute2",
     "libibverbs.so.1": "libibverbs1",
     "libcurl.so.4": "libcurl4",
@@ -145,16 +150,17 @@ def test_without_any_python_all_that_may_be_missing_is_named(tmp_path: Path) -> 
     assert "apt-get install python3-venv libnuma1" in line
 
 
-def test_debians_own_server_is_not_started_now_and_not_later(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, ALL - {"redis-server"})
+@pytest.mark.parametrize("server", ["redis-server", "prometheus"])
+def test_debians_own_server_is_not_started_now_and_not_later(tmp_path: Path, server: str) -> None:
+    machine = Machine(tmp_path, ALL - {server})
     machine.see_to("dev")
     policy = "/usr/sbin/policy-rc.d"
     assert machine.calls == [
         f"tee {policy}",
         f"chmod 755 {policy}",
         UPDATE,
-        f"{INSTALL} redis-server",
-        "systemctl --quiet disable redis-server",
+        f"{INSTALL} {server}",
+        f"systemctl --quiet disable {server}",
         f"rm -f {policy}",
     ]
 

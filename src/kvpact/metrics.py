@@ -138,93 +138,49 @@ METRICS: tuple[Metric, ...] = (
     Metric("withdrawn_tokens", "counter", "tokens", "Promised tokens that were not committed."),
     Metric("loaded_tokens", "counter", "tokens", "Committed tokens whose keys and values arrived."),
     Metric("failed_tokens", "counter", "tokens", "Committed tokens that did not arrive and were computed."),
-    Metric(
-        "used_tokens", "counter", "tokens", "Tokens that the engine did not compute, each position of a request once."
-    ),
-    _by_tier(
-        "used_tokens_from", "counter", "tokens", "Used tokens by the tier in which their lookup found their blocks."
-    ),
+    Metric("used_tokens", "counter", "tokens", "Tokens not computed by the engine, each position of a request once."),
+    _by_tier("used_tokens_from", "counter", "tokens", "Used tokens by the tier in which a lookup found their blocks."),
     Metric("used_again_tokens", "counter", "tokens", "Tokens skipped again by the same request, after a preemption."),
-    Metric(
-        "spared_prefill_seconds",
-        "counter",
-        "seconds",
-        "Seconds of prefill spared: used tokens by the speed measured then.",
-    ),
-    Metric(
-        "overdue_loads", "counter", "loads", "Loads that had not ended by their deadline, so that all was computed."
-    ),
+    Metric("spared_prefill_seconds", "counter", "seconds", "Seconds of prefill spared, at the speed measured then."),
+    Metric("overdue_loads", "counter", "loads", "Loads that had not ended by their deadline, so all was computed."),
     Metric("plans_opened", "counter", "plans", "Plans opened, each of which ends exactly once."),
     Metric("plans_ended", "counter", "plans", "Plans ended, by reason.", "reason", EndReason),
     Metric("lookups", "counter", "lookups", "Lookups of prompts; one repeated with the same result is not counted."),
     Metric("hits", "counter", "lookups", "Lookups that promised tokens."),
     Metric("misses", "counter", "lookups", "Lookups that promised nothing, by reason.", "reason", MissReason),
-    Metric(
-        "spared_lookups",
-        "counter",
-        "prompts",
-        "Prompts not looked up: the engine had every block that could be loaded.",
-    ),
-    Metric(
-        "step_lookups",
-        "counter",
-        "lookups",
-        "Lookups left to the workers at a step's begin; `misses` may count them too.",
-    ),
-    Metric(
-        "step_hits", "counter", "lookups", "Lookups at a step's begin that supplied tokens, counted as promised too."
-    ),
+    Metric("spared_lookups", "counter", "prompts", "Prompts not looked up: the engine had all that could be loaded."),
+    Metric("step_lookups", "counter", "lookups", "Lookups left to workers at a step's begin; `misses` may have them."),
+    Metric("step_hits", "counter", "lookups", "Lookups at a step's begin that supplied tokens."),
     Metric("declined_blocks", "counter", "blocks", "Blocks held by a tier and not loaded: computing them is faster."),
     Metric("saved_blocks", "counter", "blocks", "Blocks computed by the engine, copied out and reported by all ranks."),
-    Metric(
-        "dropped_blocks", "counter", "blocks", "Blocks computed and not saved: no slot was free, or the copy failed."
-    ),
+    Metric("dropped_blocks", "counter", "blocks", "Blocks computed and not saved: no slot was free, or a copy failed."),
     _by_tier("evicted_blocks", "counter", "blocks", "Blocks evicted to make room."),
     _by_tier("read_blocks", "counter", "blocks", "Blocks read from the tier, verified."),
     _by_tier("read_bytes", "counter", "bytes", "Bytes read from the tier."),
     _by_tier("written_blocks", "counter", "blocks", "Blocks written to the tier."),
     _by_tier("written_bytes", "counter", "bytes", "Bytes written to the tier."),
-    _by_tier(
-        "damaged_records", "counter", "records", "Records with a wrong checksum or header, quarantined, never served."
-    ),
+    _by_tier("damaged_records", "counter", "records", "Records with a wrong checksum or header; none was served."),
     _by_tier("dropped_writes", "counter", "blocks", "Blocks not written: the queue was full, or the write failed."),
     _by_tier("skipped_lookups", "counter", "lookups", "Lookups not asked of the tier, because it was ill."),
     _by_tier("tier_failures", "counter", "operations", "Operations that the tier failed, or did not end in time."),
     Metric("resets", "counter", "resets", "Resets, after which nothing stored before is served."),
-    Metric(
-        "refuted_copies", "counter", "engines", "Engines that found a copy to or from a device wrong: no more are made."
-    ),
+    Metric("refuted_copies", "counter", "engines", "Engines that found a copy of a device wrong, and copy no more."),
     Metric("hook_errors", "counter", "errors", "Errors caught in an engine's hook, each of which cost at most a hit."),
     Metric("refused_counts", "counter", "errors", "Errors of counting: a counter would have gone back."),
-    Metric(
-        "unnamed_weights",
-        "gauge",
-        "engines",
-        "Engines between a reset and the next word for the weights: nobody shares.",
-    ),
+    Metric("unnamed_weights", "gauge", "engines", "Engines after a reset, until a word for the weights: none shares."),
     Metric("open_plans", "gauge", "plans", "Plans prepared, committed or loading now."),
     Metric("leases_held", "gauge", "leases", "Leases that open plans hold now."),
-    _by_tier(
-        "tier_up", "gauge", "tiers", "Tiers in use, 1 or 0: 0 if it is not there yet, or left alone after failures."
-    ),
+    _by_tier("tier_up", "gauge", "tiers", "Tiers in use: 1, or 0 if not there yet, or left alone after failures."),
     _by_tier("held_blocks", "gauge", "blocks", "Blocks that the tier holds now."),
     _by_tier("capacity_blocks", "gauge", "blocks", "Blocks that the tier can hold."),
     _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store says it holds, others' included."),
     _by_tier("queued_write_bytes", "gauge", "bytes", "Bytes that wait to be written to the tier now."),
     _by_tier("open_breakers", "gauge", "tiers", "Tiers left alone now, 1 or 0: after failures, or not there yet."),
-    _by_tier(
-        "read_bytes_per_second", "gauge", "bytes per second", "Bytes per second that arrive from the tier, lately."
-    ),
-    Metric(
-        "prefill_speed", "gauge", "tokens per second", "Tokens per second that the engine computes of prompts, lately."
-    ),
+    _by_tier("read_bytes_per_second", "gauge", "bytes per second", "Bytes per second arriving from the tier, lately."),
+    Metric("prefill_speed", "gauge", "tokens per second", "Tokens per second of prompts computed, lately."),
     Metric("tier_info", "gauge", "tiers", "Tiers, each with its URL without secrets; always 1.", told=("tier", "url")),
     Metric(
-        "info",
-        "gauge",
-        "engines",
-        "Engines with what they were started with; always 1.",
-        told=("version", "block_size", "ranks"),
+        "info", "gauge", "engines", "Engines as they were started; always 1.", told=("version", "block_size", "ranks")
     ),
     _by_tier("lookup_seconds", "histogram", "seconds", "Seconds that the tier took to say what it holds of a prompt."),
     Metric("load_seconds", "histogram", "seconds", "Seconds from a plan's commit to its load's last report."),

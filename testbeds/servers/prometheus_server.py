@@ -70,8 +70,8 @@ class PrometheusServer:
         while True:
             assert self.process.poll() is None, f"prometheus ended at once: {self.log.read_text()}"
             try:
-                self.ask("status/buildinfo")
-                return
+                with urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=20):
+                    return
             except OSError:
                 assert time.monotonic() < deadline, f"prometheus does not answer: {self.log.read_text()}"
                 time.sleep(0.1)

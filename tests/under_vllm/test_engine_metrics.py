@@ -32,7 +32,7 @@ PROMPTS = [prompt(7_700 + number, BLOCKS) for number in range(12)]
 
 ARGUMENTS = [
     "--dtype=float32", "--enforce-eager", "--max-model-len=2048", "--kv-cache-memory-bytes=67108864",
-    f"--max-num-batched-tokens={BLOCK}", "--max-num-seqs=8", "--enable-prompt-tokens-details",
+    f"--max-num-batched-tokens={4 * BLOCK}", "--max-num-seqs=8", "--enable-prompt-tokens-details",
 ]  # fmt: skip
 
 COMPLAINT = "metric names should not contain ':'"
@@ -56,7 +56,7 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Prometheu
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "KVPACT_TIERS": " ".join(tiers),
-        "KVPACT_MEMORY": "2MiB",
+        "KVPACT_MEMORY": "16MiB",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",
     }
     command = [sys.executable, "-m", "kvpact", "serve", str(tiny_model), *ARGUMENTS]
