@@ -142,6 +142,7 @@ def test_counts_of_other_releases_are_0_where_they_are_missing(serve: Callable[[
 def test_what_cannot_be_read_says_what_would_be_right(serve: Callable[[str], str], runtime: Path) -> None:
     assert "is no http address; give the address of a running server" in refusal("status", "localhost:8000")
     assert "cannot be read: " in refusal("status", "http://127.0.0.1:9")
+    assert "leave the address out" in refusal("status", "http://127.0.0.1:9", "--leases")
     assert "has no metrics of kvpact; start the server with `kvpact serve`" in refusal("status", serve(OLD))
     assert f"no engine answers in {runtime}/kvpact or {runtime}/kvpact-" in refusal("status")
     assert "no engine answers" in refusal("why", "cmpl-1")

@@ -5,7 +5,7 @@ Asks a server's metrics page, or the sockets of this user's engines. Owns the wo
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any, Final
@@ -42,10 +42,11 @@ CHANGES: Final = {
 
 def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
     """Print how engines do; returns whether all their tiers are up. Raises KvpactError if none can be asked."""
+    if url and leases:
+        raise KvpactError("a metrics page lists no leases; leave the address out, on the engine's machine")
     engines = [_read_page(url)] if url else _engines()
     if as_json:
-        held = [{"leases": msgspec.to_builtins(each.leases)} if leases else {} for each in engines]
-        print_json({"engines": [_document(each) | more for each, more in zip(engines, held, strict=True)]})
+        print_json({"engines": [_document(each, leases=leases) for each in engines]})
     else:
         for each in engines:
             _print_lines(f"{each.model}, process {each.pid}" if each.pid else each.model, _lines_of(each))
@@ -95,11 +96,10 @@ def _engines() -> list[EngineStatus]:
     return found
 
 
-def _document(engine: EngineStatus) -> dict[str, Any]:
+def _document(engine: EngineStatus, *, leases: bool) -> dict[str, Any]:
     """An engine's status in base units; numbers of tokens, seconds, bytes, blocks."""
     told: dict[str, Any] = msgspec.to_builtins(engine)
-    for name in ("records", "leases"):
-        del told[name]
+    told = {name: value for name, value in told.items() if name != "records" and (leases or name != "leases")}
     return told | {"tokens_by_source": _sources(engine), "to_change": _advice(engine)}
 
 
@@ -114,13 +114,9 @@ def _sources(engine: EngineStatus) -> dict[str, int]:
     return {"engine": engine.prompts.engine_tokens} | by_tier
 
 
-def _misses(engine: EngineStatus) -> Counter[MissReason]:
-    return Counter({reason: int(engine.metrics.get(series("misses", reason), 0)) for reason in MissReason})
-
-
 def _advice(engine: EngineStatus) -> str:
     """The one thing to change."""
-    ((reason, missed),) = _misses(engine).most_common(1)
+    missed, reason = max((engine.metrics.get(series("misses", reason), 0), reason) for reason in MissReason)
     lookups, evicted = _of(engine, "lookups"), sum(_of(engine, "evicted_blocks", tier) for tier in _sources(engine))
     for tier in engine.tiers:
         if tier.trouble:
@@ -156,7 +152,7 @@ def _print_lines(head: str, lines: Iterator[tuple[str, str]]) -> None:
     output = console()
     output.print(head)
     for label, text in lines:
-        for line in wrap(f"{label:<{LABEL}}{text}", WIDTH, subsequent_indent=" " * LABEL):
+        for line in wrap(f"{label:<{LABEL - 1}} {text}", WIDTH, subsequent_indent=" " * LABEL):
             output.print(line, style="bold red" if text.endswith("DOWN") else None)
 
 
