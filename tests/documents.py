@@ -22,7 +22,7 @@ HOMES: Final = (PACKAGES[0], PACKAGES[1].parent)
 """Where a page's `file.py` may be: in the product, or in the kit as `kvpact_testkit/file.py`."""
 
 CODE: Final = ("sh", "python", "toml")
-"""Languages of blocks that a reader runs, or puts into a file; all others show what was printed, a picture or a query."""
+"""Languages of blocks that a reader runs, or puts into a file; others show what was printed, a picture, a query."""
 
 NOT_CODE: Final = ("text", "mermaid", "json", "diff", "promql", "yaml")
 

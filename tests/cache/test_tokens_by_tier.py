@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvpact.metrics import MEMORY, series, tiers_in
+from kvpact.tiers.shared.store import RecordBuffer
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, open_disk, tokens
@@ -59,6 +61,24 @@ def test_each_part_of_a_prompt_counts_for_the_first_tier_that_has_it(tmp_path: P
     shares = used(scene)
     assert sum(shares.values()) == 26
     assert shares[MEMORY] == 13, "memory was empty"
+
+
+class Short(DictionaryStore):
+    """It has everything, and delivers the first blocks of each read only."""
+
+    def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
+        return [arrived and at < 5 for at, arrived in enumerate(super().read(names, buffers))]
+
+
+def test_what_a_tier_did_not_deliver_counts_for_the_one_that_did() -> None:
+    near, far = Short(), DictionaryStore()
+    writer = Scene(tiers=[SharedTier(store, NAMESPACE, PAGE) for store in (near, far)], recompute_if_faster=False)
+    writer.run_cold(asked("there"))
+    writer.settle_tiers()
+    writer.close()
+    scene = Scene(tiers=[SharedTier(store, NAMESPACE, PAGE) for store in (near, far)], recompute_if_faster=False)
+    serve(scene, asked("first"))
+    assert used(scene) == {"dictionary": 5, "dictionary-2": 3}
 
 
 def test_blocks_that_memory_has_already_count_for_it(tmp_path: Path) -> None:
