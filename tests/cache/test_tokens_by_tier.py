@@ -22,6 +22,7 @@ def asked(name: str, blocks: int = 8) -> SceneRequest:
 def used(scene: Scene) -> dict[str, float]:
     """Used blocks by tier, of those that have any."""
     shot = scene.cache.observe()
+    assert {type(value) for value in shot.values()} == {int, float}
     found = {tier: shot[series("used_tokens_from", tier)] / BLOCK_SIZE for tier in tiers_in(shot)}
     assert sum(found.values()) * BLOCK_SIZE == shot["used_tokens"]
     return {tier: blocks for tier, blocks in found.items() if blocks}

@@ -427,8 +427,8 @@ class TierClient:
 
 def observe_tier(metrics: Gauges, client: TierClient, block_bytes: int) -> None:
     """Update a tier's gauges and totals."""
-    name, capacity, counts, is_open = client.name, client.capacity(), client.counts(), client.is_open
-    metrics.set("tier_up", not is_open, name)
+    name, capacity, counts, is_open = client.name, client.capacity(), client.counts(), int(client.is_open)
+    metrics.set("tier_up", 1 - is_open, name)
     metrics.set("open_breakers", is_open, name)
     metrics.set("capacity_blocks", capacity.capacity_bytes // block_bytes, name)
     metrics.set("held_blocks", capacity.blocks, name)
