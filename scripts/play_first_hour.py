@@ -142,7 +142,7 @@ def second_run(user: Player) -> None:
         user.ask("dies")
         user.type("dies", "kvpact status")
         user.type("dies", f"kvpact tiers '{url}'")
-        user.type("dies", "grep -o 'kvpact: the .* tier is left alone.*' server.log")
+        user.type("dies", "grep -ao 'kvpact: the .* tier is left alone.*' server.log")
         user.type("dies", f"curl -s -o /dev/null -w '%{{http_code}}\\n' localhost:{PORT}/health")
 
 

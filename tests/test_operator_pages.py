@@ -71,3 +71,14 @@ def test_each_symptom_of_the_page_has_what_one_sees_and_what_to_do() -> None:
     assert [symptom.splitlines()[0] for symptom, count in zip(symptoms, tables, strict=True) if not count] == [
         "An answer differs"
     ]
+
+
+def test_the_first_hour_has_been_played_as_a_whole_or_not_at_all() -> None:
+    """`python scripts/play_first_hour.py` writes what was typed and answered."""
+    page = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"<!-- played: (\w+) -->\n```text\n(.*?)```", page, re.DOTALL))
+    assert blocks.keys() == {"serve", "restart", "dies", "own"}
+    if any(blocks.values()):
+        seen = {name: "$ kvpact status\n" in text and "not computed" in text for name, text in blocks.items()}
+        assert all(seen.values()), seen
+        assert ("(exit code 1)" in blocks["dies"], "(exit code 1)" in blocks["restart"]) == (True, False)
