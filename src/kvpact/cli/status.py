@@ -28,6 +28,9 @@ LABEL: Final = 16
 SHOWN: Final = 20
 """Requests that `kvpact why` lists without an id."""
 
+FEW: Final = 10
+"""Look-ups that say nothing yet if all of them miss."""
+
 OURS: Final = "vllm:kvpact_"
 BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
 PAGE_SECONDS: Final = 10.0
@@ -125,6 +128,8 @@ def _advice(engine: EngineStatus) -> str:
             return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
     if not lookups + _of(engine, "spared_lookups"):
         return "nothing yet: no prompt was looked up"
+    if lookups < FEW and missed == lookups:
+        return "nothing yet: new prompts miss, ask one again"
     if missed * 10 < lookups:
         return "nothing"
     if reason is MissReason.NOT_STORED and evicted * 2 > _of(engine, "saved_blocks"):
