@@ -210,7 +210,7 @@ def share_store(kind: str, model: Path, work: Path, *, prompts: int, blocks: int
         records=report.records,
         damaged=len(report.damaged),
         leases_left=leases,
-        counts={name: count for name, count in stats.items() if count and not name.startswith("step_seconds")},
+        counts={name: count for name, count in stats.items() if count and "_seconds" not in name},
     )
 
 
