@@ -47,6 +47,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_limits.py",
     "tests/under_vllm/test_engine_keys.py",
     "tests/under_vllm/test_engine_lives.py",
+    "tests/under_vllm/test_engine_metrics.py",
     "tests/under_vllm/test_engine_offload_tier.py",
     "tests/under_vllm/test_engine_offloading.py",
     "tests/under_vllm/test_engine_other_caches.py",

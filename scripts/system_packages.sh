@@ -48,6 +48,7 @@ for part in "$@"; do
         dev)
             need_command redis-server redis-server
             need_command openssl openssl
+            need_command prometheus prometheus
             [ "$(id -u)" != 0 ] || need_command ip iproute2 # only root can cut a network
             need_library libibverbs.so.1 libibverbs1
             need_library libcurl.so.4 libcurl4

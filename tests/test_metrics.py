@@ -19,6 +19,7 @@ from kvpact.metrics import (
     MEMORY,
     METRICS,
     MISS_HINTS,
+    MOST_SAMPLES,
     STEP_BOUNDS,
     STEP_SECONDS,
     EndReason,
@@ -26,11 +27,13 @@ from kvpact.metrics import (
     MissReason,
     explain_misses,
     series,
+    tiers_in,
 )
 
 
 def test_a_snapshot_holds_plain_numbers_under_documented_names() -> None:
     metrics = Metrics()
+    metrics.use_tiers(["disk"])
     metrics.add("promised_tokens", 160)
     metrics.add("read_bytes", 4096, "disk")
     metrics.set("leases_held", 3)
@@ -49,15 +52,18 @@ def test_why_nothing_is_found_that_others_have_stored_is_said() -> None:
 
 def test_h51_no_series_is_added_while_running() -> None:
     metrics = Metrics()
+    metrics.use_tiers(["disk", "redis-2"])
     before = set(metrics.snapshot())
     for reason in MissReason:
         metrics.add("lookups")
         metrics.add("misses", 1, reason)
     for seconds in (0.0, 1e-6, 0.5, 100.0):
-        metrics.observe_step(seconds)
+        metrics.observe(STEP_SECONDS, seconds)
     for wrong in ("misses", "no_such_metric"):
         with pytest.raises(PactViolation, match="METRICS"):
             metrics.add(wrong, 1, "request-17")
+    with pytest.raises(PactViolation, match="METRICS"):
+        metrics.observe("lookup_seconds", 1.0, "redis")
     assert set(metrics.snapshot()) == before
     metrics.check()
 
@@ -71,7 +77,7 @@ def test_h71_a_count_that_would_go_back_is_refused_and_named() -> None:
     metrics.raise_to("used_tokens", 99)
     metrics.set("open_plans", -1)
     metrics.set("open_plans", math.nan)
-    metrics.observe_step(-0.1)
+    metrics.observe(STEP_SECONDS, -0.1)
     shot = metrics.snapshot()
     assert (shot["saved_blocks"], shot["used_tokens"], shot["open_plans"], shot["refused_counts"]) == (5, 100, 0, 5)
     assert all(value >= 0 for value in shot.values())
@@ -89,20 +95,46 @@ def test_a_counter_is_not_a_gauge() -> None:
 def test_more_misses_than_lookups_are_found_by_check() -> None:
     metrics = Metrics()
     metrics.add("misses", 1, MissReason.NOT_STORED)
-    with pytest.raises(PactViolation, match="1 lookups missed of 0 made"):
+    with pytest.raises(PactViolation, match="0 lookups hit and 1 missed of 0 made"):
         metrics.check()
 
 
 def test_step_times_fall_into_cumulative_buckets() -> None:
     metrics = Metrics()
     for seconds in (STEP_BOUNDS[0], 0.0003, 1.0):
-        metrics.observe_step(seconds)
+        metrics.observe(STEP_SECONDS, seconds)
     shot = metrics.snapshot()
     assert shot['step_seconds_bucket{le="1e-05"}'] == 1
     assert shot['step_seconds_bucket{le="0.0005"}'] == 2
     assert shot['step_seconds_bucket{le="0.1"}'] == 2
     assert shot['step_seconds_bucket{le="+Inf"}'] == shot["step_seconds_count"] == 3
     assert shot["step_seconds_sum"] == pytest.approx(1.00031)
+
+
+def test_few_times_are_kept_for_another_process_drawn_evenly_and_all_are_in_the_buckets() -> None:
+    metrics = Metrics()
+    for _ in range(200):
+        for number in range(320):
+            metrics.observe("load_seconds", number / 100)
+        (samples,) = metrics.collect_samples().values()
+        assert len(samples) == MOST_SAMPLES
+        assert sum(late := [second >= 1.6 for second in samples]) > 0, late
+    assert metrics.snapshot()["load_seconds_count"] == 64_000
+    assert metrics.collect_samples() == {}
+    drawn = [0] * 10
+    for _ in range(500):
+        for number in range(320):
+            metrics.observe("save_seconds", float(number))
+        for second in metrics.collect_samples()["save_seconds"]:
+            drawn[int(second) // 32] += 1
+    assert all(1_400 < count < 1_800 for count in drawn), "1,600 of each tenth"
+
+
+def test_the_sentences_name_their_unit() -> None:
+    for metric in METRICS:
+        assert metric.meaning[0].isupper(), metric
+        assert metric.meaning.endswith("."), metric
+        assert metric.unit in metric.meaning.lower(), metric
 
 
 def test_prometheus_is_not_imported_until_it_is_wanted() -> None:
@@ -136,9 +168,14 @@ def test_h72_a_cold_a_small_and_an_unused_cache_are_told_apart() -> None:
 
 
 def test_series_names_are_those_of_the_snapshot() -> None:
-    shot = Metrics().snapshot()
+    metrics = Metrics()
+    metrics.use_tiers(["disk"])
+    metrics.tell("tier_info", "disk", 'disk:///a"b')
+    shot = metrics.snapshot()
     assert series("hook_errors") in shot
     assert series("damaged_records", "disk") in shot
+    assert series("tier_info", "disk", "disk:///a%22b") == 'tier_info{tier="disk",url="disk:///a%22b"}' in shot
+    assert tiers_in(shot) == ["memory", "disk"]
     assert series("misses", MissReason.DISABLED) == 'misses{reason="disabled"}'
 
 
@@ -178,13 +215,11 @@ def test_h74_something_produces_every_reason_every_tier_and_every_metric() -> No
     assert {reason.name for reason in said_by_engines} == {way_out.name for way_out in ExternalMatchExit}
     assert [reason for reason in MissReason if f"MissReason.{reason.name}" not in named] == []
     names = {node.id for node in code if isinstance(node, ast.Name)}
-    assert {"MEMORY", "label_of"} <= names, "the arena's label; those of all other tiers"
+    assert {"MEMORY", "tier_labels"} <= names, "the arena's label; those of all other tiers"
     calls = [node for node in code if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args]
-    adding = [
-        call for call in calls if ast.unparse(call.func).endswith(("metrics.add", "metrics.raise_to", "metrics.set"))
-    ]
-    counted = {ast.literal_eval(call.args[0]) for call in adding if isinstance(call.args[0], ast.Constant)}
+    ends = tuple(f"metrics.{how}" for how in ("add", "raise_to", "set", "tell", "observe"))
+    counting = [call.args[0] for call in calls if ast.unparse(call.func).endswith(ends)]
+    counted = {ast.literal_eval(name) for name in counting if isinstance(name, ast.Constant)}
+    counted |= {STEP_SECONDS} & {vars(kvpact.metrics).get(ast.unparse(name)) for name in counting}
     counted |= {name for name, *_ in Ledger[str, None](str, plan_lifetime_seconds=1.0).totals.counts()}
-    by_itself = ["refused_counts", STEP_SECONDS]
-    assert [metric.name for metric in METRICS if metric.name not in counted] == by_itself
-    assert any(ast.unparse(call.func).endswith("metrics.observe_step") for call in calls)
+    assert [metric.name for metric in METRICS if metric.name not in counted] == ["refused_counts"]

@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from kvpact.errors import ConfigError
-from kvpact.tiers.backends import SCHEMES
+from kvpact.tiers.backends import MEMORY, SCHEMES
 from kvpact.tiers.urls import TierURL, nearest, parse_tier_url, redact
 from kvpact.units import parse_duration, parse_size
 
@@ -47,6 +47,10 @@ def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
     for place, tier in zip(places, tiers, strict=True):
         if places.count(place) > 1:
             raise ValueError(f"two tiers share {tier.path or place[1]}; each needs a place of its own")
+    names = [MEMORY, *(tier.options["name"] for tier in tiers if "name" in tier.options)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f'name="{name}" is another tier\'s; each needs a name of its own')
     return tiers
 
 

@@ -1,14 +1,14 @@
-"""kvpact's metrics: one table of counters, gauges and one histogram, with labels from small fixed sets.
+"""kvpact's metrics: one table of counters, gauges and histograms, with labels from small fixed sets.
 
-Owns the numbers and their meaning; the set of series is fixed at import, so it does not grow with requests, keys or
-time. Decides nothing. A wrong count never reaches an exporter: it is refused, and `check` reports it.
+Owns the numbers and their meaning. The set of series is fixed once a cache knows its tiers, so it does not grow with
+requests, keys or time. Decides nothing. A wrong count never reaches an exporter: it is refused, and `check` reports it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from threading import Lock
@@ -16,17 +16,10 @@ from typing import Final, Literal, TypeAlias
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.errors import PactViolation
-from kvpact.tiers.backends import BACKENDS, OTHER
+from kvpact.tiers.backends import MEMORY as MEMORY
 
 Snapshot: TypeAlias = dict[str, float]
 """Series name to value, as `series` writes it; plain numbers, so any encoder takes it. Counts of things are `int`."""
-
-
-MEMORY: Final = "memory"
-"""The label of the memory tier, which is the arena and no backend."""
-
-TIER_LABELS: Final = (MEMORY, *(backend.label for backend in BACKENDS), OTHER)
-"""The kinds of tier. Two tiers of one kind share their series; all kinds that other packages add share one."""
 
 
 class EndReason(StrEnum):
@@ -99,7 +92,11 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table. `labels` is the closed set of values that the label `label` takes, if there is one."""
+    """One row of the table. `meaning` is a sentence that names the unit.
+
+    `labels` is the closed set of values that the label `label` takes; the labels of tiers are known later. A gauge with
+    `told` is 1 and says something in the labels of these names.
+    """
 
     name: str
     kind: Kind
@@ -107,108 +104,228 @@ class Metric:
     meaning: str
     label: str = ""
     labels: Iterable[str] = ()
+    told: tuple[str, ...] = ()
 
     @property
-    def label_values(self) -> tuple[str, ...]:
-        """Every value of the label; one empty string for a metric without a label."""
-        return tuple(self.labels) or ("",)
+    def label_names(self) -> tuple[str, ...]:
+        """The names of its labels."""
+        return self.told or ((self.label,) if self.label else ())
+
+    def label_values(self, tiers: Sequence[str]) -> tuple[str, ...]:
+        """Every value of the label, with these tiers; one empty string for a metric without a label."""
+        if self.told:
+            return ()
+        return tuple(tiers if self.label == "tier" else self.labels) or ("",)
 
 
 def _by_tier(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
-    return Metric(name, kind, unit, meaning, "tier", TIER_LABELS)
+    return Metric(name, kind, unit, meaning, "tier")
 
 
 STEP_SECONDS = "step_seconds"
 STEP_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
 """Upper bounds of the buckets, in seconds: from 10 us, not noticeable, to 100 ms, far above what P11 allows."""
 
+WAIT_BOUNDS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Upper bounds, in seconds, of what requests wait for: from a look-up in a near store to `load_deadline`."""
+
+MOST_SAMPLES = 32
+"""Times of one series that are kept for another process until `collect_samples`; all are in the buckets."""
+
 METRICS: tuple[Metric, ...] = (
-    Metric("promised_tokens", "counter", "tokens", "promised to the engine; once per plan, never per probe"),
-    Metric("committed_tokens", "counter", "tokens", "chosen by the engine out of the promised ones"),
-    Metric("withdrawn_tokens", "counter", "tokens", "promised and then not committed"),
-    Metric("loaded_tokens", "counter", "tokens", "committed ones whose keys and values arrived"),
-    Metric("failed_tokens", "counter", "tokens", "committed ones that did not arrive and were recomputed"),
-    Metric("used_tokens", "counter", "tokens", "really skipped by the engine; each position of a request once"),
-    Metric("used_again_tokens", "counter", "tokens", "skipped a second time by the same request, after a preemption"),
-    Metric("overdue_loads", "counter", "loads", "that had not ended by their deadline, so that all was computed"),
-    Metric("plans_opened", "counter", "plans", "opened, each of which ends exactly once"),
-    Metric("plans_ended", "counter", "plans", "ended, by reason", "reason", EndReason),
-    Metric("lookups", "counter", "lookups", "prompts looked up; the same found again is not counted"),
+    Metric("promised_tokens", "counter", "tokens", "Tokens promised to the engine, once per plan."),
+    Metric("committed_tokens", "counter", "tokens", "Promised tokens that the engine chose to load."),
+    Metric("withdrawn_tokens", "counter", "tokens", "Promised tokens that were not committed."),
+    Metric("loaded_tokens", "counter", "tokens", "Committed tokens whose keys and values arrived."),
+    Metric("failed_tokens", "counter", "tokens", "Committed tokens that did not arrive and were computed."),
     Metric(
-        "spared_lookups", "counter", "prompts", "not looked up: the engine itself had every block that could be loaded"
+        "used_tokens", "counter", "tokens", "Tokens that the engine did not compute, each position of a request once."
     ),
-    Metric("misses", "counter", "lookups", "lookups that promised nothing, by reason", "reason", MissReason),
+    _by_tier(
+        "used_tokens_from", "counter", "tokens", "Used tokens by the tier in which their lookup found their blocks."
+    ),
+    Metric("used_again_tokens", "counter", "tokens", "Tokens skipped again by the same request, after a preemption."),
     Metric(
-        "step_lookups", "counter", "lookups", "left to the workers, when a step begins; `misses` may count them too"
+        "spared_prefill_seconds",
+        "counter",
+        "seconds",
+        "Seconds of prefill spared: used tokens by the speed measured then.",
     ),
-    Metric("step_hits", "counter", "lookups", "of them that supplied tokens, which also count as promised and so on"),
-    Metric("declined_blocks", "counter", "blocks", "held by a tier and not loaded: computing them is faster"),
-    Metric("saved_blocks", "counter", "blocks", "computed by the engine, copied out and reported by all ranks"),
-    Metric("dropped_blocks", "counter", "blocks", "computed and not saved: no slot was free, or the copy failed"),
-    _by_tier("evicted_blocks", "counter", "blocks", "evicted to make room"),
-    _by_tier("read_blocks", "counter", "blocks", "read from the tier, verified"),
-    _by_tier("read_bytes", "counter", "bytes", "read from the tier"),
-    _by_tier("written_blocks", "counter", "blocks", "written to the tier"),
-    _by_tier("written_bytes", "counter", "bytes", "written to the tier"),
-    _by_tier("damaged_records", "counter", "records", "whose checksum or header was wrong; quarantined, never served"),
-    _by_tier("dropped_writes", "counter", "blocks", "not written: the queue was full, or the write failed"),
-    _by_tier("skipped_lookups", "counter", "lookups", "not asked of the tier, because it was ill"),
-    _by_tier("tier_failures", "counter", "operations", "that the tier failed, or did not end in time"),
-    Metric("resets", "counter", "resets", "after which nothing stored before is served"),
-    Metric("refuted_copies", "counter", "engines", "1 if a copy to or from a device was wrong: no more are made"),
-    Metric("hook_errors", "counter", "errors", "exceptions caught in an engine's hook; each cost at most a hit"),
-    Metric("refused_counts", "counter", "errors", "counts that would have made a counter go back, refused"),
-    Metric("unnamed_weights", "gauge", "engines", "1 between a reset and the next word for the weights: nobody shares"),
-    Metric("open_plans", "gauge", "plans", "prepared, committed or loading now"),
-    Metric("leases_held", "gauge", "leases", "held by open plans now"),
-    _by_tier("held_blocks", "gauge", "blocks", "held by the tier now"),
-    _by_tier("capacity_blocks", "gauge", "blocks", "that the tier can hold"),
-    _by_tier("used_bytes", "gauge", "bytes", "that the tier's store says it holds, others' included"),
-    _by_tier("queued_write_bytes", "gauge", "bytes", "waiting to be written to the tier now"),
-    _by_tier("open_breakers", "gauge", "tiers", "left alone now: they failed several times, or are not there yet"),
-    _by_tier("lookup_seconds", "gauge", "seconds", "that the tier takes to say what it holds, lately"),
-    _by_tier("read_bytes_per_second", "gauge", "bytes per second", "that arrive from the tier, lately"),
-    Metric("prefill_speed", "gauge", "tokens per second", "that the engine computes of prompts, lately"),
-    Metric(STEP_SECONDS, "histogram", "seconds", "spent by kvpact in the scheduler's process in one scheduler step"),
+    Metric(
+        "overdue_loads", "counter", "loads", "Loads that had not ended by their deadline, so that all was computed."
+    ),
+    Metric("plans_opened", "counter", "plans", "Plans opened, each of which ends exactly once."),
+    Metric("plans_ended", "counter", "plans", "Plans ended, by reason.", "reason", EndReason),
+    Metric("lookups", "counter", "lookups", "Lookups of prompts; one repeated with the same result is not counted."),
+    Metric("hits", "counter", "lookups", "Lookups that promised tokens."),
+    Metric("misses", "counter", "lookups", "Lookups that promised nothing, by reason.", "reason", MissReason),
+    Metric(
+        "spared_lookups",
+        "counter",
+        "prompts",
+        "Prompts not looked up: the engine had every block that could be loaded.",
+    ),
+    Metric(
+        "step_lookups",
+        "counter",
+        "lookups",
+        "Lookups left to the workers at a step's begin; `misses` may count them too.",
+    ),
+    Metric(
+        "step_hits", "counter", "lookups", "Lookups at a step's begin that supplied tokens, counted as promised too."
+    ),
+    Metric("declined_blocks", "counter", "blocks", "Blocks held by a tier and not loaded: computing them is faster."),
+    Metric("saved_blocks", "counter", "blocks", "Blocks computed by the engine, copied out and reported by all ranks."),
+    Metric(
+        "dropped_blocks", "counter", "blocks", "Blocks computed and not saved: no slot was free, or the copy failed."
+    ),
+    _by_tier("evicted_blocks", "counter", "blocks", "Blocks evicted to make room."),
+    _by_tier("read_blocks", "counter", "blocks", "Blocks read from the tier, verified."),
+    _by_tier("read_bytes", "counter", "bytes", "Bytes read from the tier."),
+    _by_tier("written_blocks", "counter", "blocks", "Blocks written to the tier."),
+    _by_tier("written_bytes", "counter", "bytes", "Bytes written to the tier."),
+    _by_tier(
+        "damaged_records", "counter", "records", "Records with a wrong checksum or header, quarantined, never served."
+    ),
+    _by_tier("dropped_writes", "counter", "blocks", "Blocks not written: the queue was full, or the write failed."),
+    _by_tier("skipped_lookups", "counter", "lookups", "Lookups not asked of the tier, because it was ill."),
+    _by_tier("tier_failures", "counter", "operations", "Operations that the tier failed, or did not end in time."),
+    Metric("resets", "counter", "resets", "Resets, after which nothing stored before is served."),
+    Metric(
+        "refuted_copies", "counter", "engines", "Engines that found a copy to or from a device wrong: no more are made."
+    ),
+    Metric("hook_errors", "counter", "errors", "Errors caught in an engine's hook, each of which cost at most a hit."),
+    Metric("refused_counts", "counter", "errors", "Errors of counting: a counter would have gone back."),
+    Metric(
+        "unnamed_weights",
+        "gauge",
+        "engines",
+        "Engines between a reset and the next word for the weights: nobody shares.",
+    ),
+    Metric("open_plans", "gauge", "plans", "Plans prepared, committed or loading now."),
+    Metric("leases_held", "gauge", "leases", "Leases that open plans hold now."),
+    _by_tier(
+        "tier_up", "gauge", "tiers", "Tiers in use, 1 or 0: 0 if it is not there yet, or left alone after failures."
+    ),
+    _by_tier("held_blocks", "gauge", "blocks", "Blocks that the tier holds now."),
+    _by_tier("capacity_blocks", "gauge", "blocks", "Blocks that the tier can hold."),
+    _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store says it holds, others' included."),
+    _by_tier("queued_write_bytes", "gauge", "bytes", "Bytes that wait to be written to the tier now."),
+    _by_tier("open_breakers", "gauge", "tiers", "Tiers left alone now, 1 or 0: after failures, or not there yet."),
+    _by_tier(
+        "read_bytes_per_second", "gauge", "bytes per second", "Bytes per second that arrive from the tier, lately."
+    ),
+    Metric(
+        "prefill_speed", "gauge", "tokens per second", "Tokens per second that the engine computes of prompts, lately."
+    ),
+    Metric("tier_info", "gauge", "tiers", "Tiers, each with its URL without secrets; always 1.", told=("tier", "url")),
+    Metric(
+        "info",
+        "gauge",
+        "engines",
+        "Engines with what they were started with; always 1.",
+        told=("version", "block_size", "ranks"),
+    ),
+    _by_tier("lookup_seconds", "histogram", "seconds", "Seconds that the tier took to say what it holds of a prompt."),
+    Metric("load_seconds", "histogram", "seconds", "Seconds from a plan's commit to its load's last report."),
+    Metric("save_seconds", "histogram", "seconds", "Seconds from the order of a save to its last report."),
+    Metric(STEP_SECONDS, "histogram", "seconds", "Seconds spent by kvpact in the scheduler's process in one step."),
 )
+
+STEP_COUNTERS: Final = (
+    Metric("steps", "counter", "steps", "Scheduler steps."),
+    Metric("slow_steps", "counter", "steps", "Scheduler steps that spent more than 1 ms in kvpact."),
+    Metric("spent_seconds", "counter", "seconds", "Seconds spent by kvpact in scheduler steps, of all of them."),
+)
+"""What an engine's endpoint has of all steps, beside the samples of the histogram."""
+
+FAMILIES: Final = (*METRICS, *STEP_COUNTERS)
+"""Every family on an engine's endpoint, there with `PREFIX`."""
+
+PREFIX: Final = "vllm:kvpact_"
 
 _BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
-_SERIES: Mapping[tuple[str, str], str] = {
-    (metric.name, label): f'{metric.name}{{{metric.label}="{label}"}}' if metric.label else metric.name
-    for metric in METRICS
-    for label in metric.label_values
-}
-"""Computed once: building the text in a scheduler step would take too long."""
-
-_KEYS: Mapping[Kind, Mapping[tuple[str, str], str]] = {
-    kind: {key: text for key, text in _SERIES.items() if _BY_NAME[key[0]].kind == kind} for kind in ("counter", "gauge")
-}
-
-_BUCKETS = tuple(f'{STEP_SECONDS}_bucket{{le="{bound}"}}' for bound in (*STEP_BOUNDS, "+Inf"))
+def bounds_of(name: str) -> Sequence[float]:
+    """The upper bounds of a histogram's buckets, in seconds."""
+    return STEP_BOUNDS if name == STEP_SECONDS else WAIT_BOUNDS
 
 
-def series(name: str, label: str = "") -> str:
+def series(name: str, *labels: str) -> str:
     """The key of one series in a snapshot: `misses{reason="no_room"}`, or the bare name where there is no label."""
-    return _SERIES[name, label]
+    named = zip(_BY_NAME[name].label_names, labels, strict=False)
+    text = ",".join(f'{label}="{value}"' for label, value in named)
+    return f"{name}{{{text}}}" if text else name
+
+
+def tiers_in(snapshot: Iterable[str]) -> list[str]:
+    """The labels of the tiers of which a snapshot tells, memory first, then in the user's order."""
+    head = 'capacity_blocks{tier="'
+    return [name.removeprefix(head)[:-2] for name in snapshot if name.startswith(head)]
+
+
+@dataclass(slots=True)
+class _Times:
+    """One series of a histogram: how many times fell into each bucket, their sum, and a few of them, drawn evenly."""
+
+    bounds: Sequence[float]
+    keys: tuple[str, ...]
+    """How a snapshot names its buckets, its count and its sum: to build that in a scheduler's step takes too long."""
+    counts: list[int]
+    total: float = 0.0
+    seen: int = 0
+    """Times since the samples were taken."""
+    samples: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, label: str) -> _Times:
+        bounds = bounds_of(name)
+        part = series(name, label).removeprefix(name)[1:-1]
+        buckets = (f'{name}_bucket{{{part}{"," if part else ""}le="{bound}"}}' for bound in (*bounds, "+Inf"))
+        ends = (f"{name}_{end}{{{part}}}" if part else f"{name}_{end}" for end in ("count", "sum"))
+        return cls(bounds, (*buckets, *ends), [0] * (len(bounds) + 1))
+
+    def values(self) -> list[float]:
+        cumulative = list(accumulate(self.counts))
+        return [*cumulative, cumulative[-1], self.total]
 
 
 class Metrics:
     """The counts of one process. Safe to call from several threads; every call is O(1) but `snapshot`."""
 
-    __slots__ = ("_buckets", "_lock", "_refused", "_seconds", "_values")
+    __slots__ = ("_draw", "_keys", "_lock", "_refused", "_times", "_values")
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._values: Snapshot = dict.fromkeys([*_KEYS["counter"].values(), *_KEYS["gauge"].values()], 0)
-        self._buckets = [0] * (len(STEP_BOUNDS) + 1)
-        self._seconds = 0.0
+        self._values: Snapshot = {}
+        self._keys: dict[Kind, dict[tuple[str, str], str]] = {"counter": {}, "gauge": {}}
+        self._times: dict[tuple[str, str], _Times] = {}
+        self._draw = 1
         self._refused: str | None = None
+        self.use_tiers(())
 
-    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+    def use_tiers(self, labels: Sequence[str]) -> None:
+        """Have a series for each of these tiers, from now on; those that there are stay."""
+        with self._lock:
+            for metric in METRICS:
+                for label in metric.label_values((MEMORY, *labels)):
+                    key = metric.name, label
+                    if metric.kind == "histogram":
+                        self._times.setdefault(key, _Times.of(*key))
+                    else:
+                        name = self._keys[metric.kind][key] = series(*key)
+                        self._values.setdefault(name, 0)
+
+    def tell(self, name: str, *labels: str) -> None:
+        """Set a gauge that is 1 and says something in its labels."""
+        clean = (label.translate(_UNQUOTED) for label in labels)
+        with self._lock:
+            self._values[series(name, *clean)] = 1
+
+    def add(self, name: str, amount: float = 1, label: str = "") -> None:
         """Count `amount` more. A negative amount is refused (see `check`); an unknown series is a PactViolation."""
-        key = _KEYS["counter"].get((name, label)) or self._key("counter", name, label)
+        key = self._keys["counter"].get((name, label)) or self._key("counter", name, label)
         with self._lock:
             if amount >= 0:
                 self._values[key] += amount
@@ -233,45 +350,71 @@ class Metrics:
             else:
                 self._refuse(f"{series(name, label)} was to be {value}; every gauge here is 0 or more")
 
-    def observe_step(self, seconds: float) -> None:
-        """Count one scheduler step that spent `seconds` in kvpact; a negative time is refused."""
+    def observe(self, name: str, seconds: float, label: str = "") -> None:
+        """Count one time of a histogram; a negative one is refused."""
+        times = self._times.get((name, label))
+        if times is None:
+            raise self._no_series("histogram", name, label)
         with self._lock:
-            if seconds >= 0:
-                self._buckets[bisect_left(STEP_BOUNDS, seconds)] += 1
-                self._seconds += seconds
-            else:
-                self._refuse(f"{STEP_SECONDS} was to take {seconds}; a step takes 0 seconds or more")
+            if not seconds >= 0:
+                self._refuse(f"{series(name, label)} was to take {seconds}; a time is 0 seconds or more")
+                return
+            times.counts[bisect_left(times.bounds, seconds)] += 1
+            times.total += seconds
+            times.seen += 1
+            if times.seen <= MOST_SAMPLES:
+                times.samples.append(seconds)
+                return
+            self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
+            at = (self._draw >> 8) % times.seen
+            if at < MOST_SAMPLES:
+                times.samples[at] = seconds
+
+    def collect_samples(self) -> dict[str, list[float]]:
+        """Up to `MOST_SAMPLES` times of each histogram's series since the last call, drawn evenly."""
+        taken: dict[str, list[float]] = {}
+        with self._lock:
+            for key, times in self._times.items():
+                if times.seen:
+                    taken[series(*key)], times.samples, times.seen = times.samples, [], 0
+        return taken
 
     def snapshot(self) -> Snapshot:
-        """All series now. The histogram appears as cumulative buckets by upper bound in seconds, a count and a sum."""
+        """All series now. A histogram appears as cumulative buckets by upper bound in seconds, a count and a sum."""
         with self._lock:
-            shot, counts, seconds = dict(self._values), list(self._buckets), self._seconds
-        shot |= zip(_BUCKETS, accumulate(counts), strict=True)
-        shot[f"{STEP_SECONDS}_count"] = sum(counts)
-        shot[f"{STEP_SECONDS}_sum"] = seconds
+            shot = dict(self._values)
+            for times in self._times.values():
+                shot |= zip(times.keys, times.values(), strict=True)
         return shot
 
     def check(self) -> None:
-        """Raise PactViolation if a count was refused, or if more lookups missed than were made."""
+        """Raise PactViolation if a count was refused, or if lookups hit or missed that were not made."""
         if self._refused is not None:
             raise PactViolation(self._refused)
         with self._lock:
-            lookups = self._values["lookups"]
+            lookups, hits = self._values["lookups"], self._values["hits"]
             misses = sum(self._values[series("misses", reason)] for reason in MissReason)
-        if misses > lookups:
-            raise PactViolation(f"{misses} lookups missed of {lookups} made; every miss is one of the lookups")
+        if hits + misses > lookups:
+            raise PactViolation(f"{hits} lookups hit and {misses} missed of {lookups} made; each does one of the two")
 
     def _key(self, kind: Kind, name: str, label: str) -> str:
-        key = _KEYS[kind].get((name, label))
-        if key is not None:
-            return key
-        if (name, label) in _SERIES:
-            raise PactViolation(f"{name} is a {_BY_NAME[name].kind}, not a {kind}")
-        raise PactViolation(f"no metric {name!r} with label {label!r}; METRICS in kvpact.metrics lists them all")
+        key = self._keys[kind].get((name, label))
+        if key is None:
+            raise self._no_series(kind, name, label)
+        return key
+
+    def _no_series(self, kind: Kind, name: str, label: str) -> PactViolation:
+        if name in _BY_NAME and _BY_NAME[name].kind != kind:
+            return PactViolation(f"{name} is a {_BY_NAME[name].kind}, not a {kind}")
+        return PactViolation(f"no metric {name!r} with label {label!r}; METRICS in kvpact.metrics lists them all")
 
     def _refuse(self, message: str) -> None:
         self._values["refused_counts"] += 1
         self._refused = self._refused or message
+
+
+_UNQUOTED: Final = {ord('"'): "%22", ord("\\"): "%5C", ord("\n"): "%0A"}
+"""What may not stand in a label as `series` writes it."""
 
 
 def explain_misses(snapshot: Mapping[str, float]) -> str:
@@ -293,7 +436,7 @@ def explain_misses(snapshot: Mapping[str, float]) -> str:
 
 def _why_not_stored(snapshot: Mapping[str, float]) -> str:
     saved, dropped = int(snapshot["saved_blocks"]), int(snapshot["dropped_blocks"])
-    evicted = int(sum(snapshot[series("evicted_blocks", tier)] for tier in TIER_LABELS))
+    evicted = int(sum(value for name, value in snapshot.items() if name.startswith("evicted_blocks{")))
     if not saved:
         dropped_too = f" ({dropped:,} blocks dropped)" if dropped else ""
         others = "what a store holds of another model, dtype, block size or layout does not fit, see `kvpact inspect`"

@@ -23,7 +23,7 @@ from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, until
 
 PATIENCE = 10.0
-SHARED = "other"
+SHARED = "dictionary"
 """A dictionary is no kind that kvpact brings."""
 
 

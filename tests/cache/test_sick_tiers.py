@@ -118,7 +118,7 @@ def test_h61_a_disk_that_hangs_is_left_alone_and_leaves_the_arena_to_others(tmp_
     assert scene.room() >= SLOTS // 2
     shot = scene.cache.observe()
     assert shot[series("open_breakers", "disk")] == 1
-    assert shot[series("open_breakers", "other")] == 0
+    assert shot[series("open_breakers", "dictionary")] == 0
     assert scene.prepare(elsewhere).num_tokens == BLOCKS * BLOCK_SIZE, "the healthy tier keeps its hits"
     scene.run_cold(request("mine", 200))
     assert scene.prepare(request("again", 200)).num_tokens == BLOCKS * BLOCK_SIZE, "so does the arena"
@@ -280,7 +280,7 @@ def test_h66_what_a_tier_raises_on_the_schedulers_thread_costs_its_own_hits() ->
     for _ in range(4):
         assert promised(scene, 2) == 0
     shot = scene.cache.observe()
-    assert shot[series("tier_failures", "other")] >= 3
+    assert shot[series("tier_failures", "dictionary")] >= 3
     asked = tier.calls.count("lookup")
     assert promised(scene, 3) == 0
     assert tier.calls.count("lookup") == asked, "after some failures in a row it is left alone"
@@ -390,7 +390,7 @@ def test_h36_a_deletion_that_a_store_refuses_is_repeated_when_it_is_back(caplog:
     store.refuses = True
     fail_a_load(scene, 1, "failing again")
     scene.close()
-    assert f"{BLOCKS - 1} blocks are still in the other tier that it should drop" in caplog.text
+    assert f"{BLOCKS - 1} blocks are still in the dictionary tier that it should drop" in caplog.text
 
 
 def test_h36_what_a_disk_could_not_forget_is_not_back_after_a_restart(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import kvpact
 from documents import PACKAGES
 from kvpact.config import load_config
 from kvpact.errors import ConfigError, TierError
 from kvpact.identity.keys import Namespace
-from kvpact.metrics import MEMORY, TIER_LABELS
 from kvpact.tiers.awaited import open_tiers
-from kvpact.tiers.backends import BACKENDS, SCHEMES, label_of
+from kvpact.tiers.backends import BACKENDS, SCHEMES, kind_of
 from kvpact.tiers.base import Tier
 from kvpact.tiers.directory.store import DirectoryStore
 from kvpact.tiers.disk.tier import DiskTier
@@ -29,7 +25,7 @@ from kvpact.tiers.objects.store import ObjectStore
 from kvpact.tiers.redis.store import RedisStore
 from kvpact.tiers.registry import TierContext, load_seal, open_store, open_tier
 from kvpact.tiers.shared.tier import SharedTier
-from kvpact.tiers.urls import TierURL, parse_tier_url
+from kvpact.tiers.urls import TierURL, parse_tier_url, tier_labels
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
 
 PLACE = TierContext(Namespace({"model": "kinds"}), 8192)
@@ -82,34 +78,38 @@ def test_every_kinds_example_is_a_url_that_parses_back(scheme: str) -> None:
     assert url.scheme == scheme
 
 
-def test_every_kind_has_a_series_of_its_own_in_the_metrics() -> None:
+def test_every_kind_has_a_label_of_its_own_and_anothers_kind_its_scheme() -> None:
     kinds = [DiskTier.name, *(store.kind for store in (DirectoryStore, RedisStore, ObjectStore, MooncakeStore))]
-    assert [label_of(kind) for kind in kinds] == kinds == [backend.label for backend in BACKENDS]
-    assert label_of("what others bring") == label_of(MEMORY) == "other"
-    assert TIER_LABELS == ("memory", "disk", "directory", "redis", "object", "mooncake", "other")
+    assert kinds == [backend.label for backend in BACKENDS]
+    assert [kind_of(scheme) for scheme in ("rediss", "dir", "s3", "tape")] == ["redis", "directory", "object", "tape"]
 
 
-def test_a_new_kind_of_tier_has_its_label_in_the_exported_metrics_by_one_line_of_the_table(tmp_path: Path) -> None:
-    """In a copy of the package: a folder beside the others and its word in the table; nothing else is told of it."""
-    package = tmp_path / "kvpact"
-    shutil.copytree(Path(kvpact.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    package.joinpath("tiers/tape").mkdir()
-    package.joinpath("tiers/tape/__init__.py").write_text("""
-from kvpact.tiers.backend import Backend, UrlRules
-BACKEND = Backend("tape", "kvpact.tiers.tape.drive:open_tape", {"tape": UrlRules("tape://drive/1", {})})
-""")
-    table = package / "tiers" / "backends.py"
-    table.write_text(table.read_text().replace('"mooncake")', '"mooncake", "tape")'))
-    code = """
-from kvpact.metrics import Metrics
-metrics = Metrics()
-metrics.add("read_blocks", 3, "tape")
-print(*(f"{name} {value}" for name, value in metrics.snapshot().items()), sep="\\n")
-"""
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert 'read_blocks{tier="tape"} 3\n' in ran.stdout, ran.stderr
-    assert 'read_blocks{tier="mooncake"} 0\n' in ran.stdout
+def labels(*urls: str) -> tuple[str, ...]:
+    return tier_labels([parse_tier_url(url) for url in urls])
+
+
+def test_a_tier_is_called_by_its_name_or_its_kind_and_the_second_of_a_kind_by_a_number() -> None:
+    assert labels("redis://a", "disk:///x?capacity=1GiB") == ("redis", "disk")
+    assert labels("redis://a", "rediss://b", "redis://c") == ("redis", "redis-2", "redis-3")
+    assert labels("redis://a?name=rack", "redis://b") == ("rack", "redis")
+    assert labels("redis://a", "redis://b", "redis://c?name=redis-2") == ("redis", "redis-3", "redis-2")
+    assert tier_labels([TierURL("tape", "", {}, "x"), TierURL("memory", "", {}, "y")]) == ("tape", "memory-2")
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        (["redis://a?name=Rack%20one"], 'name="Rack one": small letters, digits, "-" and "_" are needed'),
+        (["redis://a?name="], "small letters"),
+        (["redis://a?name=memory"], 'name="memory" is another tier\'s'),
+        (["redis://a?name=one", "disk:///x?capacity=1GiB&name=one"], 'name="one" is another tier\'s'),
+        (["redis://a?nam=x"], 'unknown option "nam"; did you mean "name"?'),
+    ],
+)
+def test_a_name_that_cannot_be_a_label_or_is_taken_is_refused(urls: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"tiers": urls}, {})
+    assert message in str(caught.value)
 
 
 def test_a_kind_of_tier_is_one_folder_and_a_word_in_the_table() -> None:

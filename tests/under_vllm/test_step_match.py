@@ -69,6 +69,7 @@ def test_h93_what_the_store_holds_is_found_at_the_step_and_counted_once(
     assert counts["used_tokens"] == counts["loaded_tokens"] == counts["promised_tokens"] == tokens
     assert counts["step_hits"] == counts["step_lookups"] == len(PROMPTS)
     assert counts['read_blocks{tier="directory"}'] == 6 * len(PROMPTS)
+    assert counts['used_tokens_from{tier="directory"}'] == tokens
     assert counts["hook_errors"] == 0
     # The scheduler's half knows them from the reports: the next time memory answers, before the step.
     for prompt in PROMPTS:
@@ -81,6 +82,7 @@ def test_h93_what_the_store_holds_is_found_at_the_step_and_counted_once(
     counts = engine.counts
     assert counts["step_lookups"] == len(PROMPTS), "memory needs no look-up"
     assert counts["used_tokens"] == 2 * tokens
+    assert counts['used_tokens_from{tier="memory"}'] == counts['used_tokens_from{tier="directory"}'] == tokens
     assert counts['read_blocks{tier="directory"}'] == 6 * len(PROMPTS)
     assert counts['written_blocks{tier="directory"}'] == 0, "what came from the store is not written there again"
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.metrics import Metrics, MissReason
+from kvpact.metrics import MOST_SAMPLES, STEP_SECONDS, Metrics, MissReason
 from kvpact.vllm.stats import INTERVAL_SECONDS, PATIENCE_SECONDS, PactPromMetrics, PactStats, StatsCollector
 from vllm_played_engine import PlayedEngine, make_prompt
 
@@ -21,7 +21,7 @@ def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
     collector = StatsCollector(metrics.snapshot, lambda: now[0])
     metrics.add("lookups", 3)
     metrics.set("leases_held", 2)
-    metrics.observe_step(0.002)
+    metrics.observe(STEP_SECONDS, 0.002)
     assert collector.collect() is None  # one step looks, the next one takes the difference
     first = collector.collect()
     assert first is not None
@@ -38,6 +38,8 @@ def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
     both = PactStats(data=dict(first.data)).aggregate(second)
     assert (both.data["lookups"], both.data["leases_held"]) == (5, 2)
     assert both.reduce()["kvpact lookups"] == 5
+    times = PactStats(data={"load_seconds": [0.1]}).aggregate(PactStats(data={"load_seconds": [0.2] * 40}))
+    assert times.data["load_seconds"] == [0.2] * MOST_SAMPLES
 
 
 def test_steps_that_are_late_leave_the_counts_to_others_for_a_while() -> None:
@@ -130,19 +132,32 @@ def test_every_count_has_a_series_on_the_endpoint() -> None:
         return made
 
     types = {kind: on(kind) for kind in (Counter, Gauge, Histogram)}
-    config = SimpleNamespace(kv_transfer_config=None)
+    tiers = ["redis://one", "redis://two?name=rack", "disk:///x?capacity=1GiB"]
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"tiers": tiers}))
     prom = PactPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
     metrics = Metrics()
     metrics.add("misses", 4, MissReason.NO_ROOM)
     metrics.add("used_tokens", 128)
     metrics.set("leases_held", 1)
-    collector = StatsCollector(metrics.snapshot, lambda: 0.0)
+    metrics.use_tiers(["redis", "rack", "disk"])
+    metrics.observe("lookup_seconds", 0.003, "rack")
+    metrics.observe("lookup_seconds", 0.2, "rack")
+    metrics.tell("tier_info", "rack", "redis://***@two")
+    collector = StatsCollector(metrics.snapshot, lambda: 0.0, metrics.collect_samples)
     assert collector.collect() is None
     stats = collector.collect()
     assert stats is not None
-    prom.observe(stats.data)
+    prom.observe({**stats.data, "of_another_release": 3, 'misses{reason="no_room"}': 4})
     page = generate_latest(registry).decode()
     assert 'vllm:kvpact_misses_total{engine="0",model_name="m",reason="no_room"} 4.0' in page
     assert 'vllm:kvpact_used_tokens_total{engine="0",model_name="m"} 128.0' in page
     assert 'vllm:kvpact_leases_held{engine="0",model_name="m"} 1.0' in page
-    assert modes == {(Counter, None), (Gauge, "mostrecent")}, "or each of several API servers shows a gauge of its own"
+    assert 'vllm:kvpact_tier_up{engine="0",model_name="m",tier="disk"} 0.0' in page, "before anything is known of it"
+    assert 'vllm:kvpact_tier_info{engine="0",model_name="m",tier="rack",url="redis://***@two"} 1.0' in page
+    assert 'vllm:kvpact_lookup_seconds_bucket{engine="0",le="0.005",model_name="m",tier="rack"} 1.0' in page
+    assert 'vllm:kvpact_lookup_seconds_count{engine="0",model_name="m",tier="rack"} 2.0' in page
+    assert 'vllm:kvpact_lookup_seconds_count{engine="0",model_name="m",tier="redis"} 0.0' in page
+    assert "another_release" not in page
+    assert modes == {(Counter, None), (Gauge, "mostrecent"), (Histogram, None)}, (
+        "or each of several API servers shows a gauge of its own"
+    )

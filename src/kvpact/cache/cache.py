@@ -79,12 +79,15 @@ class PactCache(ExternalCache):
         namespace, groups, classes, copies_per_block = engine
         block_size = groups.block_size
         self.metrics = metrics = metrics or Metrics()
+        metrics.set("tier_up", 1, MEMORY)
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = index_of(arena, groups, classes)
         self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
         self._idle_steps = IdleSteps(clock)
         self._computing = self._loading = 0
         """Tokens that the engine computes in the running step, and blocks that its commits load into."""
+        self._valued_tokens = 0
+        """Used tokens whose prefill is counted as spared."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
         of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
@@ -368,7 +371,11 @@ class PactCache(ExternalCache):
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
-        self.metrics.set("prefill_speed", self._planner.prefill.tokens_per_second)
+        speed, used = self._planner.prefill.tokens_per_second, self.ledger.totals.used_tokens
+        self.metrics.set("prefill_speed", speed)
+        if speed:
+            self.metrics.add("spared_prefill_seconds", (used - self._valued_tokens) / speed)
+            self._valued_tokens = used
         for name, total, label in self.ledger.totals.counts():
             self.metrics.raise_to(name, total, label)
         self.metrics.set("open_plans", len(self.ledger.open_plans()))

@@ -168,6 +168,7 @@ class SaveState:
     """The job's slots, as the index numbers them and they were reserved."""
     pin: Pin
     tally: JobTally
+    ordered_at: float
     ask_at: float
     trusted: bool = True
     garbage_from: int = maxsize
@@ -315,7 +316,7 @@ class TransferJobs:
         """After this step, copy the engine's blocks of `run` into `slots`; `pin` keeps the last of them."""
         numbers = self._numbers(slots)
         job = SaveJob(self._next_id(), run.request_id, run.start, numbers, run.block_ids, run.group)
-        save = SaveState(job, run, slots, pin, JobTally(job.blocks, self.ranks), now + self.timeout)
+        save = SaveState(job, run, slots, pin, JobTally(job.blocks, self.ranks), now, now + self.timeout)
         self.saves[job.job_id] = save
         self._outbox.saves.append(job)
         return save

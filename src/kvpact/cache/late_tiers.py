@@ -22,6 +22,7 @@ from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.registry import TierContext, may_be_planted
+from kvpact.tiers.urls import tier_labels
 
 logger = logging.getLogger(__name__)
 
@@ -157,5 +158,9 @@ class LateTiers:
         if planted := ", ".join(str(url) for url in urls if may_be_planted(url, self._seal)):
             logger.warning("kvpact: whoever can write to %s can plant KV there: no seal; see %s", planted, SECURITY)
         threads, write_bytes = self._config.io_threads, self._config.write_queue
-        queues = tuple(TierExecutor(tier, threads, write_bytes, woken_by_owner=True) for tier in tiers.values())
+        labels = tier_labels(self._config.tiers)
+        queues = tuple(
+            TierExecutor(tier, threads, write_bytes, woken_by_owner=True, label=labels[number])
+            for number, tier in tiers.items()
+        )
         return OpenTiers(namespace, queues, tuple(tiers))

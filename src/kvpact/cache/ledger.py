@@ -16,7 +16,7 @@ from math import inf
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from kvpact.cache.totals import Totals
+from kvpact.cache.totals import Sources, Totals
 from kvpact.contract import POSTPONED_STEPS
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason
@@ -77,7 +77,7 @@ Slots = TypeVar("Slots")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Plan(Generic[Lease, Slots]):
-    """The cache's record of one match. Only the ledger writes it, but for `slots`, which the cache writes.
+    """The cache's record of one match. Only the ledger writes it, but for `slots` and `sources`, which are the cache's.
 
     `blocks` is the match in engine blocks; its last block may be covered in part. Times are seconds on the caller's
     clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds the load while
@@ -91,6 +91,7 @@ class Plan(Generic[Lease, Slots]):
     slots: Slots
     renewed_at: float
     renewed_step: int
+    sources: Sources = ()
     deadline: float = inf
     state: State = State.NONE
     promised_tokens: int = 0
@@ -333,6 +334,7 @@ class Ledger(Generic[Lease, Slots]):
         after = before.union(RangeSet.of(positions))
         plan.used_tokens = len(after) - len(before)
         plan.used_again_tokens = positions.count - plan.used_tokens
+        self.totals.split_used(after.difference(before), plan.sources, plan.block_size)
         if plan.request_finished:
             self._used_positions.pop(plan.request_id, None)
         elif after.ranges:
@@ -351,6 +353,7 @@ class Ledger(Generic[Lease, Slots]):
         slots: Slots,
         now: float,
         request_finished: bool,
+        sources: Sources = (),
     ) -> None:
         """Count a match that the workers found and loaded within one step, after that step.
 
@@ -366,6 +369,7 @@ class Ledger(Generic[Lease, Slots]):
             renewed_at=now,
             renewed_step=self.step,
             request_finished=request_finished,
+            sources=sources,
         )
         _require_promise(plan, blocks, tokens)
         _require_used(plan, used_positions.count, tokens)

@@ -146,6 +146,7 @@ class Loads:
         """Settle a load that no rank can write to any more; None if the engine was told before."""
         job, plan, size = load.job, load.plan, self.groups.block_size
         self.jobs.end(load)
+        self.tiers.metrics.observe("load_seconds", self.tiers.clock() - plan.renewed_at)
         if load.told:
             self.ledger.settle(plan, loaded=RangeSet(), failed=RangeSet.of(plan.committed_blocks), used_tokens=0)
             self._drop_if_gone(job.request_id)

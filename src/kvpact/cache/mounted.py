@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from kvpact import __version__
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
@@ -26,9 +27,10 @@ from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
-from kvpact.metrics import Metrics, Snapshot, explain_misses
+from kvpact.metrics import MEMORY, Metrics, Snapshot, explain_misses
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
+from kvpact.tiers.urls import tier_labels
 from kvpact.wire import SharedTierConfig, WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,10 @@ class MountedCache:
         """Where the workers look at a step's beginning; None if they do not."""
         self._config, self._block_size, self._adapters = config, groups.block_size, adapters
         arena, attached = attach_all(hellos)
+        metrics.use_tiers(labels := tier_labels(config.tiers))
+        for label, url in zip(labels, config.tiers, strict=True):
+            metrics.tell("tier_info", label, str(url))
+        metrics.tell("info", __version__, str(groups.block_size), str(arena.num_ranks))
         self._arena = arena
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
         self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
@@ -149,6 +155,7 @@ class MountedCache:
         if not self._is_given_up:
             self._is_given_up = True
             self._metrics.add("refuted_copies")
+            self._metrics.set("tier_up", 0, MEMORY)
             logger.error("kvpact: a rank has found a wrong copy; this engine goes on without a cache")
             self.weights.reset()
             if self.own is not None:

@@ -413,6 +413,7 @@ class Offloader:
         saved = sum(good)
         became_held = self.index.end_writes(save.slots, good)
         self.index.unpin(save.pin)
+        self.tiers.metrics.observe("save_seconds", self.tiers.clock() - save.ordered_at)
         self.tiers.metrics.add("saved_blocks", saved)
         self.tiers.metrics.add("dropped_blocks", len(good) - saved)
         if self.lazy is not None:

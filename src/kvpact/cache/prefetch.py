@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvpact.cache.jobs import PactLedger
 from kvpact.cache.request import TierLookup
 from kvpact.cache.tier_set import TierSet
+from kvpact.cache.totals import Sources
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
@@ -164,6 +165,12 @@ class Prefetcher:
         if client.room < len(keys) or self.ledger.make_room(reservable, len(keys)) < len(keys):
             return False
         return self._read(client, keys, self.index.reserve_sides(keys, rows, slot_class), now, None)
+
+    def sources(self, by_tier: Sequence[int], resident: int, earlier: Sources) -> Sources:
+        """Where a prompt's blocks were found: `resident` in memory, unless `earlier` a tier had them, others below."""
+        found = [(min(end, resident), tier) for end, tier in earlier] + [(resident, MEMORY)]
+        found += [(blocks, client.name) for client, blocks in zip(self.tiers.clients, by_tier, strict=True)]
+        return tuple(found)
 
     # Costs
 

@@ -356,7 +356,9 @@ class Planner:
         keys, held = probe.keys[:reach], self.index.held_prefix(probe.keys, reach)
         if not any(map(self.reads.is_arriving, [*keys[held : held + 1], *probe.state.staged])):
             return False
-        self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
+        earlier = probe.plan.sources if probe.plan is not None else ()
+        plan = self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
+        plan.sources = self.reads.sources(available.by_tier, available.resident, earlier)
         return True
 
     def _fetch(self, probe: _Probe, end: int, available: Availability) -> int:
@@ -401,7 +403,9 @@ class Planner:
         """Promise blocks that memory holds, under the plan that they were read for if that covers them."""
         plan = probe.plan
         if plan is None or blocks.end > plan.blocks.end:
-            return self._open(probe, blocks, promised=True)
+            opened = self._open(probe, blocks, promised=True)
+            opened.sources = plan.sources if plan is not None else ()
+            return opened
         plan.slots, leases = self.groups.lease(probe.state, probe.keys, blocks)
         self.ledger.ready(
             plan, promised_tokens=blocks.count * self.groups.block_size, leases=leases, now=probe.now, blocks=blocks
@@ -458,7 +462,9 @@ class Planner:
         state.last_lookup = start
         if found is not None and state.found is None:
             state.found = found
-            if not found:
+            if found:
+                self.tiers.metrics.add("hits")
+            else:
                 self.tiers.metrics.add("misses", label=reason)
 
 

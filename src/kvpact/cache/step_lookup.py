@@ -27,6 +27,8 @@ class _Open:
     job: SaveJob
     loaded_blocks: int = 0
     ranks: set[int] = field(default_factory=set)
+    sources: set[tuple[int, str]] = field(default_factory=set)
+    """Where its blocks were read, as a plan has it."""
     is_void: bool = False
     """Whether the engine computes what was found all the same."""
 
@@ -63,6 +65,7 @@ class StepLookups:
         """Note one rank's reads; reads of lookups that have ended are ignored."""
         for read in reads:
             if (task := self._open.get(read.job_id)) is not None:
+                task.sources.add((read.blocks.end, self.tiers.clients[read.tier].name))
                 self.tiers.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
 
     def distrust_blocks(self, block_ids: frozenset[int]) -> None:
@@ -104,6 +107,7 @@ class StepLookups:
             slots=(),
             now=now,
             request_finished=job.request_id not in self.requests.live,
+            sources=tuple(sorted(task.sources)),
         )
         self.tiers.metrics.add("step_hits")
         return LoadSettlement(job.request_id, RangeSet.of(blocks), RangeSet(), asynchronous=False, skipped_tokens=used)

@@ -20,9 +20,10 @@ from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.memory.arena import Arena
 from kvpact.metrics import Metrics
-from kvpact.tiers.client import Deleted, LentSlots, TierClient, observe_tiers
+from kvpact.tiers.client import Deleted, LentSlots, TierClient, observe_tier
 from kvpact.tiers.executor import OpId, TierExecutor
 from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, REFUTED_SECONDS, LRUKeySet
+from kvpact.tiers.urls import distinct
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,10 @@ class TierSet:
     def open(self, executors: Sequence[TierExecutor]) -> None:
         """Use these tiers below the arena from now on, in the user's order. Called once."""
         lent = LentSlots(self.arena.least_slots)
-        for executor in executors:
+        labels = distinct([""] * len(executors), [executor.label for executor in executors])
+        self.metrics.use_tiers(labels)
+        for executor, label in zip(executors, labels, strict=True):
+            executor.label = label
             client = TierClient(
                 executor,
                 lent,
@@ -193,10 +197,9 @@ class TierSet:
         self.metrics.add("read_bytes", blocks * self.arena.slot_bytes, client.name)
 
     def observe(self) -> None:
-        """Update the tiers' gauges and totals; tiers of one kind share their series."""
-        for name in {client.name for client in self.clients}:
-            clients = [client for client in self.clients if client.name == name]
-            observe_tiers(self.metrics, clients, self.arena.slot_bytes)
+        """Update the tiers' gauges and totals."""
+        for client in self.clients:
+            observe_tier(self.metrics, client, self.arena.slot_bytes)
 
     def close(self, timeout: float) -> bool:
         """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed."""

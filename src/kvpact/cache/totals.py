@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import TypeAlias
 
 from kvpact.errors import PactViolation
-from kvpact.metrics import EndReason
+from kvpact.metrics import MEMORY, EndReason
+from kvpact.ranges import RangeSet
+
+Sources: TypeAlias = tuple[tuple[int, str], ...]
+"""Where a prompt's blocks were found: tiers, each with the end of the blocks that it has and none before it has."""
 
 
 @dataclass(slots=True)
@@ -33,6 +38,17 @@ class Totals:
     leases_taken: int = 0
     leases_released: int = 0
     ended: Counter[EndReason] = field(default_factory=Counter)
+    used_from: dict[str, int] = field(default_factory=lambda: {MEMORY: 0})
+    """Used tokens by the tier in which their blocks were found."""
+
+    def split_used(self, positions: RangeSet, sources: Sources, block_size: int) -> None:
+        """Count tokens that were used. What `sources` say nothing of was found in memory."""
+        for part in positions.ranges:
+            at = part.start
+            for end, tier in (*sources, (part.end, MEMORY)):
+                if (upto := min(part.end, end * block_size)) > at:
+                    self.used_from[tier] = self.used_from.get(tier, 0) + upto - at
+                    at = upto
 
     def counts(self) -> Iterator[tuple[str, int, str]]:
         """Arguments for `Metrics.raise_to`: name, total, label."""
@@ -40,6 +56,8 @@ class Totals:
             yield name, getattr(self, name), ""
         for reason in EndReason:
             yield "plans_ended", self.ended[reason], reason
+        for tier, tokens in self.used_from.items():
+            yield "used_tokens_from", tokens, tier
 
     @property
     def leases_held(self) -> int:

@@ -24,7 +24,7 @@ from kvpact.cli.screen import BAD, age, bad, busy, console, print_json, progress
 from kvpact.cli.slabs import model_of, show_damage
 from kvpact.errors import ConfigError, DataError, TierError, reason_of
 from kvpact.identity.keys import KEY_BYTES
-from kvpact.metrics import TIER_LABELS, series
+from kvpact.metrics import series, tiers_in
 from kvpact.own_files import OwnFolder
 from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
@@ -314,8 +314,7 @@ def _trouble_with(directory: Path) -> str:
 
 def _count_tiers(counts: Mapping[str, float]) -> list[dict[str, Any]]:
     """The tiers of which the engine with these counts has counted anything."""
-    tiers = [name for name in TIER_LABELS if counts.get(series("capacity_blocks", name)) is not None]
-    found = [_as_counted(counts, name) for name in tiers]
+    found = [_as_counted(counts, name) for name in tiers_in(counts)]
     return [row for row in found if any(value for key, value in row.items() if key != "tier")]
 
 
@@ -323,7 +322,9 @@ def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:
     def of(metric: str) -> float:
         return counts.get(series(metric, name), 0)
 
-    return {"tier": str(name), **{metric: of(metric) for metric in COUNTED}}
+    lookups = counts.get(f'lookup_seconds_count{{tier="{name}"}}', 0)
+    seconds = counts.get(f'lookup_seconds_sum{{tier="{name}"}}', 0) / (lookups or 1)
+    return {"tier": str(name), **{metric: of(metric) for metric in COUNTED}, "lookup_seconds": seconds}
 
 
 def _as_shown(row: Mapping[str, Any]) -> list[str | Text]:

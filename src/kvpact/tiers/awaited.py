@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 from kvpact.errors import NoSuchTier, TierError, reason_of
 from kvpact.threads import start_background
-from kvpact.tiers.backends import BACKEND_OF
+from kvpact.tiers.backends import BACKEND_OF, kind_of
 from kvpact.tiers.base import Tier, TierCapacity, TierHealth
 from kvpact.tiers.breaker import pauses
 from kvpact.tiers.log_once import LogOnce
@@ -35,7 +35,7 @@ class AwaitedTier(Tier):
     def __init__(self, url: TierURL, place: TierContext) -> None:
         """Begin to try."""
         backend = BACKEND_OF.get(url.scheme)
-        self.name = backend.label if backend is not None else url.scheme
+        self.name = kind_of(url.scheme)
         self.exclusive = backend is not None and not backend.shared
         self.url = url
         self.there: Tier | None = None

@@ -19,11 +19,11 @@ BACKEND_OF: Final = {scheme: backend for backend in BACKENDS for scheme in backe
 
 SCHEMES: Final = {scheme: rules for backend in BACKENDS for scheme, rules in backend.schemes.items()}
 """What the URLs of the kinds that kvpact brings look like."""
+MEMORY: Final = "memory"
+"""The label of the memory tier, which is the arena and no backend; `urls.tier_labels` makes the others."""
 
-OTHER: Final = "other"
-"""The label in metrics of every kind that another package adds."""
 
-
-def label_of(name: str) -> str:
-    """The label in metrics of a tier with this `name`."""
-    return name if any(name == backend.label for backend in BACKENDS) else OTHER
+def kind_of(scheme: str) -> str:
+    """The kind of tier with URLs of this scheme: for one that another package adds, the scheme itself."""
+    backend = BACKEND_OF.get(scheme)
+    return backend.label if backend is not None else scheme

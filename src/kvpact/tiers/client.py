@@ -16,7 +16,6 @@ from kvpact.errors import printable
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.awaited import AwaitedTier
-from kvpact.tiers.backends import label_of
 from kvpact.tiers.base import BlockBuffer, SupportsPrefix, Tier, TierCapacity, TierCounts, leading
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
@@ -44,10 +43,11 @@ class Counters(Protocol):
     """What a client needs of the metrics."""
 
     def add(self, name: str, amount: int = 1, label: str = "") -> None: ...
+    def observe(self, name: str, seconds: float, label: str = "") -> None: ...
 
 
 class Gauges(Protocol):
-    """What `observe_tiers` needs of the metrics."""
+    """What `observe_tier` needs of the metrics."""
 
     def set(self, name: str, value: float, label: str = "") -> None: ...
     def raise_to(self, name: str, total: int, label: str = "") -> None: ...
@@ -106,7 +106,7 @@ class TierClient:
 
         At most `max_deleted_keys` pending deletions are kept by key, or `deletions.MIN_DELETED_KEYS` if that is more.
         """
-        self.executor = executor
+        self.executor, self.name = executor, executor.label
         self._use(executor.tier)
         self.costs = TierCosts()
         self._slots = lent
@@ -135,7 +135,6 @@ class TierClient:
     def _use(self, tier: Tier) -> None:
         self.tier, self.is_awaited = tier, isinstance(tier, AwaitedTier)
         self.executor.use(tier)
-        self.name = label_of(tier.name)
         self.shared = not tier.exclusive
         """Whether other engines write and evict there, so that only the tier itself knows what it holds."""
         self._leading = tier.leading if isinstance(tier, SupportsPrefix) else lambda keys: leading(tier.lookup(keys))
@@ -359,6 +358,8 @@ class TierClient:
             self._record_result(self._lookups, done, now)
             if done.ok and done.seconds:
                 self.costs.note_lookup(done.seconds)
+                if self._metrics is not None:
+                    self._metrics.observe("lookup_seconds", done.seconds, self.name)
         elif isinstance(done, GetDone):
             self._record_result(self._reads, done, now)
             nbytes = round(sum(done.each) * self._block_bytes.pop(done.op_id))
@@ -418,17 +419,15 @@ class TierClient:
         self._warned.log(what, logging.WARNING, text, self.name, what, error=error)
 
 
-def observe_tiers(metrics: Gauges, clients: Sequence[TierClient], block_bytes: int) -> None:
-    """Update the gauges and totals of tiers of one kind, which share their series."""
-    name = clients[0].name
-    capacities = [client.capacity() for client in clients]
-    counts = [client.counts() for client in clients]
-    metrics.set("capacity_blocks", sum(capacity.capacity_bytes for capacity in capacities) // block_bytes, name)
-    metrics.set("held_blocks", sum(capacity.blocks for capacity in capacities), name)
-    metrics.set("used_bytes", sum(capacity.used_bytes for capacity in capacities), name)
-    metrics.set("queued_write_bytes", sum(client.executor.pending_write_bytes for client in clients), name)
-    metrics.set("open_breakers", sum(client.is_open for client in clients), name)
-    metrics.set("lookup_seconds", max(client.costs.lookup_seconds for client in clients), name)
-    metrics.set("read_bytes_per_second", max(client.costs.bytes_per_second for client in clients), name)
-    metrics.raise_to("damaged_records", sum(count.damaged for count in counts), name)
-    metrics.raise_to("evicted_blocks", sum(count.evicted for count in counts), name)
+def observe_tier(metrics: Gauges, client: TierClient, block_bytes: int) -> None:
+    """Update a tier's gauges and totals."""
+    name, capacity, counts, is_open = client.name, client.capacity(), client.counts(), client.is_open
+    metrics.set("tier_up", not is_open, name)
+    metrics.set("open_breakers", is_open, name)
+    metrics.set("capacity_blocks", capacity.capacity_bytes // block_bytes, name)
+    metrics.set("held_blocks", capacity.blocks, name)
+    metrics.set("used_bytes", capacity.used_bytes, name)
+    metrics.set("queued_write_bytes", client.executor.pending_write_bytes, name)
+    metrics.set("read_bytes_per_second", client.costs.bytes_per_second, name)
+    metrics.raise_to("damaged_records", counts.damaged, name)
+    metrics.raise_to("evicted_blocks", counts.evicted, name)

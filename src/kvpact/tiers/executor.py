@@ -162,10 +162,14 @@ class TierExecutor:
     take the core of its waker in the middle of the waker's work.
     """
 
-    def __init__(self, tier: Tier, threads: int, max_write_bytes: int, *, woken_by_owner: bool = False) -> None:
+    def __init__(
+        self, tier: Tier, threads: int, max_write_bytes: int, *, woken_by_owner: bool = False, label: str = ""
+    ) -> None:
         if threads < 1:
             raise ValueError(f"a tier's queue needs at least 1 thread, not {threads}")
         self.tier = tier
+        self.label = label or tier.name
+        """What metrics and logs call it."""
         self._woken_by_owner = woken_by_owner
         self._unflushed = 0
         """Jobs submitted since the last wake-up of threads."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from itertools import chain, count
 from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvpact.errors import NoSuchTier
 from kvpact.tiers.backend import UrlRules
-from kvpact.tiers.backends import ENTRY_POINTS, SCHEMES
+from kvpact.tiers.backends import ENTRY_POINTS, MEMORY, SCHEMES, kind_of
 from kvpact.units import parse_duration, parse_size
 
 _SECRET_NAMES: Final = "password|secret|token|key|credential"
@@ -107,6 +108,20 @@ class TierURL:
         return f"TierURL({redact(self.url)!r})"
 
 
+def tier_labels(tiers: Sequence[TierURL]) -> tuple[str, ...]:
+    """What metrics and logs call these tiers: each by its option `name`, or else by its kind."""
+    return distinct([tier.options.get("name", "") for tier in tiers], [kind_of(tier.scheme) for tier in tiers])
+
+
+def distinct(names: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
+    """Each name, or else the kind; the second of one kind without a name is "kind-2", and so on."""
+    found: list[str] = []
+    for name, kind in zip(names, kinds, strict=True):
+        numbered = chain((kind,), (f"{kind}-{number}" for number in count(2)))
+        found.append(name or next(label for label in numbered if label not in (MEMORY, *names, *found)))
+    return tuple(found)
+
+
 _DISK_EXAMPLE: Final = SCHEMES["disk"].example
 
 
@@ -136,6 +151,8 @@ def parse_tier_url(value: object) -> TierURL:
     if len(options) != len(pairs):
         raise ValueError("an option stands there twice; keep one")
     url = TierURL(parts.scheme, unquote(parts.path), options, parts.netloc)
+    if (name := options.get("name")) is not None and not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,39}", name):
+        raise ValueError(f'name="{name}": small letters, digits, "-" and "_" are needed, 40 at most')
     rules = SCHEMES.get(parts.scheme)
     if rules is not None:
         _check(url, rules)
@@ -156,8 +173,10 @@ def _check(url: TierURL, rules: UrlRules) -> None:
     elif not url.host.rpartition("@")[2]:
         raise ValueError(f"a {url.scheme} tier needs a host or bucket behind two slashes, {like}")
     for name, text in url.options.items():
+        if name == "name":
+            continue
         if name not in rules.options:
-            raise ValueError(f'unknown option "{name}"{nearest(name, rules.options)}')
+            raise ValueError(f'unknown option "{name}"{nearest(name, (*rules.options, "name"))}')
         try:
             rules.options[name](text)
         except ValueError as error:

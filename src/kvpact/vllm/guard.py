@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvpact.cache.budget import StepBudget
-from kvpact.metrics import Metrics
+from kvpact.metrics import STEP_SECONDS, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Guard:
 
     def end_step(self) -> None:
         """The scheduler's step is over."""
-        self._metrics.observe_step(self.budget.end_step())
+        self._metrics.observe(STEP_SECONDS, self.budget.end_step())
 
 
 class Guarded(Protocol):

@@ -107,7 +107,7 @@ class SchedulerSide:
         self._end_cache()
         self.mounted = self._mount(hellos)
         require_groups(self.mounted.cache, self._groups)
-        self._stats = StatsCollector(self.mounted.observe)
+        self._stats = StatsCollector(self.mounted.observe, collect_samples=self._metrics.collect_samples)
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
 

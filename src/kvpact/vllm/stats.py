@@ -5,15 +5,21 @@ Owns the translation of a `Metrics` snapshot into vLLM's connector statistics. C
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvpact.metrics import METRICS, STEP_SECONDS, Metric, Snapshot, series
+from kvpact.config import load_config
+from kvpact.errors import ConfigError
+from kvpact.metrics import FAMILIES, MEMORY, MOST_SAMPLES, PREFIX, STEP_SECONDS, Snapshot, bounds_of, series
+from kvpact.tiers.urls import tier_labels
 
 INTERVAL_SECONDS = 1.0
 """vLLM gets counts at most this often, in seconds: collecting them takes time, and no scraper is faster."""
@@ -24,7 +30,12 @@ PATIENCE_SECONDS = 0.5
 SLOW_STEP_SECONDS = 1e-3
 """A scheduler step should spend at most this many seconds in kvpact (P11)."""
 
-_GAUGES = frozenset(series(m.name, label) for m in METRICS if m.kind == "gauge" for label in m.label_values)
+_KINDS = {metric.name: metric.kind for metric in FAMILIES}
+
+
+def _kind_of(name: str) -> str:
+    """The kind of one series; "" for a part of a histogram in a snapshot."""
+    return _KINDS.get(name.partition("{")[0], "")
 
 
 _ONE_OF_SEVERAL_SERVERS = {"multiprocess_mode": "mostrecent"}
@@ -33,16 +44,22 @@ _ONE_OF_SEVERAL_SERVERS = {"multiprocess_mode": "mostrecent"}
 
 @dataclass
 class PactStats(KVConnectorStats):
-    """The counts since the last statistics; gauges as they are. `data` is series name -> value."""
+    """The counts since the last statistics; gauges as they are. `data` is series name -> value.
+
+    A histogram's value is a list of times.
+    """
 
     def reset(self) -> None:
         """Forget all counts."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add later counts; a gauge keeps its latest value."""
+        """Add later counts; a gauge keeps its latest value, a histogram its latest times."""
         for name, value in other.data.items():
-            self.data[name] = value if name in _GAUGES else self.data.get(name, 0) + value
+            if isinstance(value, list):
+                self.data[name] = [*self.data.get(name, ()), *value][-MOST_SAMPLES:]
+            else:
+                self.data[name] = value if _kind_of(name) == "gauge" else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -63,8 +80,13 @@ class StatsCollector:
     next request nobody calls again.
     """
 
-    def __init__(self, observe: Callable[[], Snapshot], clock: Callable[[], float] = time.monotonic) -> None:
-        self._observe = observe
+    def __init__(
+        self,
+        observe: Callable[[], Snapshot],
+        clock: Callable[[], float] = time.monotonic,
+        collect_samples: Callable[[], Mapping[str, Sequence[float]]] = dict,
+    ) -> None:
+        self._observe, self._collect_samples = observe, collect_samples
         self._clock = clock
         self.due_at = 0.0  # when `collect` next has something to do, on `clock`
         self._shot: Snapshot | None = None
@@ -106,27 +128,21 @@ class StatsCollector:
         self.due_at = now + INTERVAL_SECONDS
         shot, self._shot = self._observe() if is_last or self._shot is None else self._shot, None
         steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
-        totals = {name: value for name, value in shot.items() if not name.startswith(STEP_SECONDS)}
-        totals |= {"steps": steps, "slow_steps": steps - fast, "step_seconds": shot[f"{STEP_SECONDS}_sum"]}
+        shot |= {"steps": steps, "slow_steps": steps - fast, "spent_seconds": shot[f"{STEP_SECONDS}_sum"]}
         changed = {
-            name: value if name in _GAUGES else value - self._last.get(name, 0)
-            for name, value in totals.items()
-            if value != self._last.get(name, 0)
+            name: value if kind == "gauge" else value - self._last.get(name, 0)
+            for name, value in shot.items()
+            if value != self._last.get(name, 0) and (kind := _kind_of(name))
         }
-        self._last = totals
-        return PactStats(data=changed) if changed else None
-
-
-STEP_COUNTERS = (
-    Metric("steps", "counter", "scheduler", "steps"),
-    Metric("slow_steps", "counter", "scheduler", "steps that spent more than 1 ms in kvpact"),
-    Metric("step_seconds", "counter", "seconds", "spent in kvpact in scheduler steps"),
-)
-"""The counts that vLLM gets instead of the histogram of steps."""
+        self._last = shot
+        return PactStats(data={**changed, **self._collect_samples()}) if changed else None
 
 
 class PactPromMetrics(KVConnectorPromMetrics):
-    """Every counter and gauge of `kvpact.metrics` as `vllm:kvpact_<name>`, one series per engine and label value."""
+    """Every metric of `kvpact.metrics` as `vllm:kvpact_<name>`, one series per engine and label value.
+
+    Those of configured tiers are there from the start; what an engine tells in labels comes with its first counts.
+    """
 
     def __init__(
         self,
@@ -136,25 +152,49 @@ class PactPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._engines = per_engine_labelvalues
+        self._families: dict[str, Any] = {}
         self._record: dict[tuple[int, str], Callable[[float], None]] = {}
-        for metric in (*METRICS, *STEP_COUNTERS):
-            if metric.kind == "histogram":
-                continue
-            extra = [metric.label] if metric.label else []
-            family = metric_types[Gauge if metric.kind == "gauge" else Counter](
-                name=f"vllm:kvpact_{metric.name}",
-                documentation=f"{metric.unit} {metric.meaning}",
-                labelnames=[*labelnames, *extra],
-                **(_ONE_OF_SEVERAL_SERVERS if metric.kind == "gauge" else {}),
+        tiers = _tiers_of(vllm_config)
+        classes = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+        for metric in FAMILIES:
+            beside: Mapping[str, Mapping[str, object]] = {
+                "gauge": _ONE_OF_SEVERAL_SERVERS,
+                "histogram": {"buckets": bounds_of(metric.name)},
+            }
+            self._families[metric.name] = metric_types[classes[metric.kind]](
+                name=f"{PREFIX}{metric.name}",
+                documentation=metric.meaning,
+                labelnames=[*labelnames, *metric.label_names],
+                **beside.get(metric.kind, {}),
             )
-            for engine, values in per_engine_labelvalues.items():
-                for label in metric.label_values:
-                    one = family.labels(*values, *([label] if extra else []))
-                    name = series(metric.name, label) if extra else metric.name
-                    self._record[engine, name] = one.set if metric.kind == "gauge" else one.inc
+            for engine in per_engine_labelvalues:
+                for label in metric.label_values(tiers):
+                    self._recorder(engine, series(metric.name, label) if metric.label else metric.name)
+
+    def _recorder(self, engine: int, name: str) -> Callable[[float], None] | None:
+        """What records a value of one series; None for one of another release."""
+        if (engine, name) not in self._record:
+            family = name.partition("{")[0]
+            if family not in self._families or engine not in self._engines:
+                return None
+            labels = re.findall('="([^"]*)"', name)
+            one = self._families[family].labels(*self._engines[engine], *labels)
+            how = {"counter": "inc", "gauge": "set", "histogram": "observe"}[_KINDS[family]]
+            self._record[engine, name] = getattr(one, how)
+        return self._record[engine, name]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one `PactStats`; a series of another release is ignored."""
         for name, value in transfer_stats_data.items():
-            if (record := self._record.get((engine_idx, name))) is not None:
-                record(value)
+            if (record := self._recorder(engine_idx, name)) is not None:
+                for each in value if isinstance(value, list) else (value,):
+                    record(each)
+
+
+def _tiers_of(vllm_config: Any) -> tuple[str, ...]:
+    """The labels of the configured tiers; without those below memory if the engine, too, cannot read its settings."""
+    settings = vllm_config.kv_transfer_config.kv_connector_extra_config
+    with suppress(ConfigError):
+        return MEMORY, *tier_labels(load_config(settings, os.environ).tiers)
+    return (MEMORY,)

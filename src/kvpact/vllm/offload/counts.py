@@ -10,8 +10,8 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvpact.metrics import METRICS, Metric, Metrics, series
-from kvpact.tiers.client import TierClient, observe_tiers
+from kvpact.metrics import METRICS, PREFIX, Metric, Metrics, series
+from kvpact.tiers.client import TierClient, observe_tier
 
 NAMES: Final = frozenset(
     {
@@ -25,6 +25,7 @@ NAMES: Final = frozenset(
         "read_blocks",
         "read_bytes",
         "tier_failures",
+        "tier_up",
         "used_bytes",
         "written_blocks",
         "written_bytes",
@@ -38,10 +39,7 @@ INTERVAL_SECONDS: Final = 1.0
 def metric_definitions() -> dict[str, Any]:
     """The metrics of all `PactTier`s, each by tier."""
     kinds = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
-    return {
-        f"vllm:kvpact_{metric.name}": kinds[metric.kind](f"{metric.unit} {metric.meaning}", (metric.label,))
-        for metric in TOLD
-    }
+    return {f"{PREFIX}{metric.name}": kinds[metric.kind](metric.meaning, metric.label_names) for metric in TOLD}
 
 
 class TierStats:
@@ -50,19 +48,20 @@ class TierStats:
     def __init__(self, metrics: Metrics, client: TierClient, row_bytes: int) -> None:
         self._metrics, self._client, self._row_bytes = metrics, client, row_bytes
         self._due_at, self._last = 0.0, dict[str, float]()
+        metrics.use_tiers((client.name,))
 
     def changes(self, now: float) -> OffloadingConnectorStats | None:
         """What has changed since the last call; None if it is not due yet."""
         if now < self._due_at:
             return None
         self._due_at = now + INTERVAL_SECONDS
-        observe_tiers(self._metrics, [self._client], self._row_bytes)
+        observe_tier(self._metrics, self._client, self._row_bytes)
         label, shot, stats = self._client.name, self._metrics.snapshot(), OffloadingConnectorStats()
         for metric in TOLD:
             name, value = series(metric.name, label), shot[series(metric.name, label)]
             change = value - self._last.get(name, 0)
             tell = stats.set_gauge if metric.kind == "gauge" else stats.increase_counter
             if change:
-                tell(f"vllm:kvpact_{metric.name}", value if metric.kind == "gauge" else change, (label,))
+                tell(f"{PREFIX}{metric.name}", value if metric.kind == "gauge" else change, (label,))
             self._last[name] = value
         return stats

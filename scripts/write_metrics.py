@@ -1,0 +1,250 @@
+"""Write `docs/metrics.md`, and the alerts and the dashboard in `deploy`, from the table in `kvpact.metrics`.
+
+`python scripts/write_metrics.py` rewrites the three; tests/test_metrics_page.py fails while one is out of date. Every
+query of the page is the alerts' or the dashboard's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpact.metrics import FAMILIES, PREFIX, Metric
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "metrics.md"
+ALERTS = ROOT / "deploy" / "prometheus-alerts.yml"
+DASHBOARD = ROOT / "deploy" / "grafana-dashboard.json"
+
+
+class Query(NamedTuple):
+    """A question with its answer in PromQL; `unit` is Grafana's name for it, `legend` names a line by its labels."""
+
+    title: str
+    expr: str
+    unit: str = "short"
+    legend: str = ""
+
+
+class Alert(NamedTuple):
+    """`summary` may name labels; `runbook` is one line on what to do."""
+
+    name: str
+    expr: str
+    wait: str
+    severity: str
+    summary: str
+    runbook: str
+
+
+def _quantile(name: str, by: str = "") -> str:
+    return f"histogram_quantile(0.99, sum by (le{by}) (rate({PREFIX}{name}_seconds_bucket[5m])))"
+
+
+QUERIES = (
+    Query(
+        "Share of prompt tokens that kvpact supplied",
+        f"sum(rate({PREFIX}used_tokens_total[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))",
+        "percentunit",
+    ),
+    Query(
+        "Share of prompt tokens by the tier that had them",
+        f"sum by (tier) (rate({PREFIX}used_tokens_from_total[5m])) "
+        "/ on () group_left () sum(rate(vllm:prompt_tokens_total[5m]))",
+        "percentunit",
+        "{{tier}}",
+    ),
+    Query(
+        "Share of prompt tokens that the engine itself had",
+        "sum(rate(vllm:prefix_cache_hits_total[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))",
+        "percentunit",
+    ),
+    Query("Seconds of prefill spared a second", f"sum(rate({PREFIX}spared_prefill_seconds_total[5m]))", "short"),
+    Query(
+        "Share of lookups that hit",
+        f"sum(rate({PREFIX}hits_total[5m])) / sum(rate({PREFIX}lookups_total[5m]))",
+        "percentunit",
+    ),
+    Query("Misses a second by reason", f"sum by (reason) (rate({PREFIX}misses_total[5m])) > 0", "short", "{{reason}}"),
+    Query("99 % of lookups in a tier take less than", _quantile("lookup", ", tier"), "s", "{{tier}}"),
+    Query("99 % of loads take less than", _quantile("load"), "s"),
+    Query("99 % of saves take less than", _quantile("save"), "s"),
+    Query("99 % of scheduler steps spend less in kvpact than", _quantile("step"), "s"),
+    Query(
+        "Share of scheduler steps that spend more than 1 ms in kvpact",
+        f"sum(rate({PREFIX}slow_steps_total[5m])) / sum(rate({PREFIX}steps_total[5m]))",
+        "percentunit",
+    ),
+    Query("Tiers in use", f"min by (tier) ({PREFIX}tier_up)", "short", "{{tier}}"),
+    Query(
+        "Fill of each tier",
+        f"sum by (tier) ({PREFIX}held_blocks) / (sum by (tier) ({PREFIX}capacity_blocks) > 0)",
+        "percentunit",
+        "{{tier}}",
+    ),
+    Query("Bytes read a second", f"sum by (tier) (rate({PREFIX}read_bytes_total[5m]))", "Bps", "{{tier}}"),
+    Query("Bytes written a second", f"sum by (tier) (rate({PREFIX}written_bytes_total[5m]))", "Bps", "{{tier}}"),
+    Query("Engines by version", f"count by (version, block_size) ({PREFIX}info)", "short", "{{version}}"),
+)
+
+ALERT_RULES = (
+    Alert(
+        "KvpactTierDown",
+        f"min by (job, instance, engine, tier) ({PREFIX}tier_up) == 0",
+        "2m",
+        "warning",
+        "The tier {{ $labels.tier }} of {{ $labels.instance }} is not used.",
+        "The engine goes on without it: its log names the reason, and `kvpact tiers URL` asks the store now. Mend the "
+        "store: it is used again within seconds.",
+    ),
+    Alert(
+        "KvpactDamagedRecords",
+        f"sum by (job, instance, tier) (increase({PREFIX}damaged_records_total[10m])) > 0",
+        "0m",
+        "warning",
+        "Records in the tier {{ $labels.tier }} were damaged; none was served.",
+        "`kvpact verify URL` names them; look at the medium, at who else can write there, and at the record key, if "
+        "there is one.",
+    ),
+    Alert(
+        "KvpactErrors",
+        f"sum by (job, instance, engine) (increase({PREFIX}hook_errors_total[10m])) > 0 "
+        f'or sum by (job, instance, engine) (increase({PREFIX}misses_total{{reason="disabled"}}[10m])) > 0 '
+        f"or max by (job, instance, engine) ({PREFIX}refuted_copies_total) > 0",
+        "0m",
+        "critical",
+        "kvpact on {{ $labels.instance }} caught an error of its own, or is switched off.",
+        "Answers are right, and computed: the engine's log has the error once, with its traceback; report it, and "
+        "restart the engine to have the cache again.",
+    ),
+    Alert(
+        "KvpactWritesDropped",
+        f"sum by (job, instance, tier) (rate({PREFIX}dropped_writes_total[10m])) > 0",
+        "10m",
+        "warning",
+        "Blocks for the tier {{ $labels.tier }} of {{ $labels.instance }} are dropped.",
+        "The store is slower than the engine computes, full, or away: look at `tier_failures`, raise `write_queue` for "
+        'peaks, or store less with `"admit": "second-use"`.',
+    ),
+    Alert(
+        "KvpactLeasesHeldAtRest",
+        f"{PREFIX}leases_held > 0 and on (job, instance, engine) "
+        "(vllm:num_requests_running + vllm:num_requests_waiting) == 0",
+        "5m",
+        "critical",
+        "kvpact on {{ $labels.instance }} holds blocks, and no request is there.",
+        "Memory is lost to these blocks until a restart, and nothing else: report it, with the last lines of kvpact in "
+        "the engine's log.",
+    ),
+)
+
+HEAD = f"""\
+# Metrics
+
+Written by `python scripts/write_metrics.py` from [kvpact/metrics.py](../src/kvpact/metrics.py). One proof has a real
+Prometheus scrape an engine under `kvpact serve` and asks it every query below
+(`tests/under_vllm/test_engine_metrics.py`).
+
+kvpact's metrics are on the server's own page, beside vLLM's: `curl -s localhost:8000/metrics | grep kvpact`. Nothing is
+to be switched on. For Prometheus:
+
+```yaml
+scrape_configs:
+  - job_name: vllm
+    static_configs:
+      - targets: ["localhost:8000"]
+rule_files: [prometheus-alerts.yml]
+```
+
+- All names begin with `{PREFIX}`, and those of counters end in `_total`. All series have vLLM's labels `model_name` and
+  `engine`, the number of a replica.
+- `tier` is `memory`, or what the tier's URL says: its option `name=`, as in `redis://cache?name=rack1`, or its kind:
+  `disk`, `directory`, `redis`, `object`, `mooncake`, the scheme of another package's tier. The second tier of a kind is
+  `redis-2`, and so on. `tier_info` has the URLs.
+- Engines tell their server once a second at most, and once more before they rest. Counters have all that happened. A
+  histogram gets up to 32 times a second for each of its series, drawn evenly: its quantiles are right, its `_count` is
+  less than what happened. `steps` counts all steps.
+- `lookup_seconds` has lookups in tiers that engines share. A `disk` tier answers from the engine's memory.
+- A `PactTier` below [vLLM's offloading](offloading.md) has those of the metrics by tier that it can count.
+
+## All of them
+"""
+
+
+def _rows() -> list[str]:
+    lines = []
+    for metric in sorted(FAMILIES, key=lambda metric: metric.name):
+        labels = ", ".join(f"`{name}`" for name in metric.label_names)
+        lines.append(f"| `{_full(metric)}` | {metric.kind} | {metric.unit} | {labels} | {metric.meaning} |")
+    return lines
+
+
+def _full(metric: Metric) -> str:
+    return f"{PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}"
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [HEAD, "| name | type | unit | labels | meaning |", "|---|---|---|---|---|", *_rows(), "", "## Queries", ""]
+    lines += ["The [dashboard](../deploy/grafana-dashboard.json), to import into Grafana, has these.", ""]
+    for query in QUERIES:
+        lines += [f"{query.title}:", "", "```promql", query.expr, "```", ""]
+    lines += ["## Alerts", "", "[deploy/prometheus-alerts.yml](../deploy/prometheus-alerts.yml) has these rules.", ""]
+    lines += ["| alert | what to do |", "|---|---|"]
+    lines += [f"| `{alert.name}` | {alert.runbook} |" for alert in ALERT_RULES]
+    return "\n".join([*lines, "", "```yaml", alerts().rstrip("\n"), "```", ""])
+
+
+def alerts() -> str:
+    """The rules as a file of Prometheus; a YAML string may be written as JSON's."""
+    lines = ["groups:", "  - name: kvpact", "    rules:"]
+    for alert in ALERT_RULES:
+        lines += [
+            f"      - alert: {alert.name}",
+            f"        expr: {json.dumps(alert.expr)}",
+            f"        for: {alert.wait}",
+        ]
+        lines += ["        labels:", f"          severity: {alert.severity}", "        annotations:"]
+        lines += [f"          summary: {json.dumps(alert.summary)}", f"          runbook: {json.dumps(alert.runbook)}"]
+    return "\n".join(lines) + "\n"
+
+
+def dashboard() -> str:
+    """What Grafana imports: a panel for each query, two in a row."""
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    panels: list[dict[str, Any]] = [
+        {
+            "id": number + 1,
+            "title": query.title,
+            "type": "timeseries",
+            "datasource": source,
+            "gridPos": {"h": 8, "w": 12, "x": 12 * (number % 2), "y": 8 * (number // 2)},
+            "fieldConfig": {"defaults": {"unit": query.unit, "min": 0}, "overrides": []},
+            "targets": [
+                {"refId": "A", "datasource": source, "expr": query.expr, "legendFormat": query.legend or query.title}
+            ],
+        }
+        for number, query in enumerate(QUERIES)
+    ]
+    told = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    whole = {
+        "title": "kvpact",
+        "uid": "kvpact",
+        "schemaVersion": 38,
+        "tags": ["kvpact", "vllm"],
+        "time": {"from": "now-1h", "to": "now"},
+        "refresh": "30s",
+        "templating": {"list": [told]},
+        "panels": panels,
+    }
+    return json.dumps(whole, indent=2) + "\n"
+
+
+WRITTEN = {PAGE: page, ALERTS: alerts, DASHBOARD: dashboard}
+"""Each file and what writes it."""
+
+if __name__ == "__main__":
+    for path, text in WRITTEN.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text(), encoding="utf-8")
