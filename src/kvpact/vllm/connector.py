@@ -29,7 +29,7 @@ from kvpact.metrics import Metrics
 from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm
 from kvpact.vllm.compat.configuration import replica_number
 from kvpact.vllm.compat.layouts import wanted_layout
-from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
+from kvpact.vllm.compat.objects import by_source, failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.kv_memory import KVMemoryHooks
@@ -322,6 +322,11 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
     def take_hit_corrections(self) -> tuple[int, int]:
         """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, for first admissions and after preemptions."""
         return self.scheduler_side.credit.corrections()
+
+    @guarded(dict)
+    def take_hit_source_corrections(self) -> Mapping[Any, int]:
+        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits of first admissions, by their source."""
+        return by_source(self.scheduler_side.credit.place_corrections())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

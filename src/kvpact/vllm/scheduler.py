@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.matches import diffusion_scheduler
-from kvpact.vllm.compat.objects import add_invalid_blocks, connectors_of, invalid_blocks, set_hit_sources
+from kvpact.vllm.compat.objects import add_invalid_blocks, connectors_of, correct_hit_sources, invalid_blocks
 from kvpact.vllm.compat.releases import refuse_older
 from kvpact.vllm.compat.restarts import Restarts
 from kvpact.vllm.exits import EngineExits
@@ -62,7 +62,7 @@ class _SpeaksThePact:
             hits, again = take()
             counted.hits += hits
             counted.preempted_hits += again
-            set_hit_sources(counted, partial(self.connector.get_external_cache_hit_sources, None))
+            correct_hit_sources(counted, self.connector.take_hit_source_corrections())
         return stats
 
     def _update_after_schedule(self, *args: Any, **kwargs: Any) -> None:
