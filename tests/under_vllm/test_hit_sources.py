@@ -78,17 +78,17 @@ def test_what_is_not_known_is_unspecified() -> None:
 
 def test_tokens_that_failed_to_load_leave_their_place_again() -> None:
     credit = admitted(("host", 30), ("disk", 70))
-    assert credit.place_corrections() == {"host": -30, "disk": -70}
+    assert credit.corrections() == (-100, 0, {"host": -30, "disk": -70})
     credit.load_failed("r", 40)
     credit.step_reported("r")
-    assert credit.place_corrections() == {"host": 30, "disk": 10}
-    assert not credit.place_corrections()
+    assert credit.corrections() == (40, 0, {"host": 30, "disk": 10})
+    assert credit.corrections() == (0, 0, {})
 
 
 def test_hits_after_a_preemption_have_no_place_as_in_vllm() -> None:
     credit = admitted(("host", 100), preemptions=1)
     credit.step_reported("r")
-    assert not credit.place_corrections()
+    assert credit.corrections() == (0, 0, {})
 
 
 def test_a_release_without_sources_is_told_none(monkeypatch: pytest.MonkeyPatch) -> None:

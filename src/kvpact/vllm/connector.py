@@ -318,15 +318,12 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         """The scheduler's half counts; the workers' half reports to it."""
         return self._scheduler.collect_stats() if self._scheduler is not None else None
 
-    @guarded(lambda: (0, 0))
-    def take_hit_corrections(self) -> tuple[int, int]:
-        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, for first admissions and after preemptions."""
-        return self.scheduler_side.credit.corrections()
-
-    @guarded(dict)
-    def take_hit_source_corrections(self) -> Mapping[Any, int]:
-        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits of first admissions, by their source."""
-        return by_source(self.scheduler_side.credit.place_corrections())
+    @guarded(lambda: (0, 0, {}))
+    def take_hit_corrections(self) -> tuple[int, int, Mapping[Any, int]]:
+        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, for first admissions, after preemptions, and the
+        first of these by their source."""
+        hits, again, places = self.scheduler_side.credit.corrections()
+        return hits, again, by_source(places)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -88,7 +88,7 @@ class HitCredit:
         self._hits = {False: 0, True: 0}
         """Tokens to add to vLLM's hits, by whether the request was preempted."""
         self._places: Counter[str] = Counter()
-        """Those of first admissions by the place where they were found."""
+        """Tokens of first admissions among them, by the place where they were found."""
 
     def admit(self, request: Any, tokens: int, *, synchronous: bool, found: Sequence[tuple[str, int]] = ()) -> None:
         """vLLM admits a request with a load of `tokens` tokens and counts them as hits; subtract them until they are
@@ -137,18 +137,15 @@ class HitCredit:
         if load is not None and not load.synchronous:
             del self._loads[request_id]
 
-    def corrections(self) -> tuple[int, int]:
-        """Tokens to add to vLLM's hits since the last call: of first admissions, and after preemptions.
+    def corrections(self) -> tuple[int, int, Counter[str]]:
+        """Tokens to add to vLLM's hits since the last call: of first admissions, after preemptions, and the first of
+        these by the place where they were found.
 
         Negative by at most what vLLM itself has counted since then.
         """
         hits, self._hits = self._hits, {False: 0, True: 0}
-        return hits[False], hits[True]
-
-    def place_corrections(self) -> Counter[str]:
-        """The part of first admissions in `corrections`, by the place where the tokens were found."""
         places, self._places = self._places, Counter()
-        return places
+        return hits[False], hits[True], places
 
     def __len__(self) -> int:
         return len(self._loads)
