@@ -364,9 +364,9 @@ def test_inspect_shows_each_namespace_with_blocks_bytes_and_ages(slab: Path) -> 
     other = store_blocks(slab.parent.parent, "b", capacity=256 << 20)
     shown = kvpact("inspect", slab.parent.parent)
     assert shown.exit_code == 0
-    for path in (slab, other):
-        namespace, state, blocks, _, num_bytes, *_, oldest = cells(shown.stdout, path.stem)
-        assert (namespace, state, blocks, num_bytes) == (path.stem, "idle", str(BLOCKS), "40KiB")
+    for path, name in ((slab, "a"), (other, "b")):
+        namespace, model, state, blocks, _, num_bytes, *_, oldest = cells(shown.stdout, path.stem)
+        assert (namespace, model, state, blocks, num_bytes) == (path.stem, name, "idle", str(BLOCKS), "40KiB")
         assert re.fullmatch(r"[0-9]+ s", oldest)
     document = json.loads(kvpact("inspect", slab.parent.parent, "--json").stdout)
     assert {(item["fields"]["model"], item["blocks"], item["payload_bytes"]) for item in document["slabs"]} == {
@@ -381,7 +381,7 @@ def test_inspect_says_which_slab_cannot_be_read_and_shows_the_others(slab: Path)
     assert shown.exit_code == 0
     assert cells(shown.stdout, "unreadable")[1] == "unreadable"
     assert "foreign.slab is not a kvpact slab" in shown.stdout
-    assert cells(shown.stdout, slab.stem)[2] == str(BLOCKS)
+    assert cells(shown.stdout, slab.stem)[3] == str(BLOCKS)
 
 
 def test_verify_finds_a_sound_tier_sound(slab: Path) -> None:
