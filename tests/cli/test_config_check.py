@@ -124,7 +124,7 @@ def test_neither_torch_nor_vllm_is_imported(tmp_path: Path) -> None:
     fake = fake_vllm_in(tmp_path, version="0.32.0")
     (fake / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
     (fake / "torch.py").write_text("raise AssertionError('imported')")
-    command = [KVPACT, "config", "--check", "--memory", "1MiB"]
+    command = [str(KVPACT), "config", "--check", "--memory", "1MiB"]
     ended = subprocess.run(command, env=beside(fake), capture_output=True, text=True, timeout=60)
     assert "ok      vLLM: 0.32.0 is among" in ended.stdout, ended.stderr
     assert ended.returncode == 0
