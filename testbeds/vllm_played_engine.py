@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -169,6 +170,8 @@ class PlayedEngine:
         """What vLLM counts apart: hits of requests that were preempted before."""
         self.external_hits_by_source = 0
         """What vLLM adds to `vllm:prompt_tokens_cached_by_source` for all external sources together."""
+        self.external_sources: Counter[str] = Counter()
+        """The same for each of them."""
         if self.worker.before_update_states is not None:
             scheduler_class = scheduler_class or KvpactScheduler
         self.config.scheduler_config.scheduler_cls = scheduler_class
@@ -238,6 +241,7 @@ class PlayedEngine:
                 self.external_hits += external.hits
                 self.external_hits_again += external.preempted_hits
                 self.external_hits_by_source += sum(external.hits_by_source.values())
+                self.external_sources.update({source.value: part for source, part in external.hits_by_source.items()})
                 counts = (external.queries, external.hits, external.preempted_hits, *external.hits_by_source.values())
                 assert min(counts) >= 0, f"a counter would go back: {external}"
             for one in outputs.outputs:

@@ -38,7 +38,7 @@ except ConfigError:
     block_layouts = False
 
 counted = PrefixCacheStats()
-objects.set_hit_sources(counted, lambda hits: {"seen": hits})
+objects.correct_hit_sources(counted, {"seen": 1})
 print(json.dumps([one.what for one in what_is_missing(None, None, PactConnector)]))  # of every configuration
 print(json.dumps({
     "block_tables": hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"),

@@ -16,12 +16,14 @@ from kvpact import __version__
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
+from kvpact.cache.ledger import Plan
 from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.status import status_of
 from kvpact.cache.status_socket import StatusSocket
+from kvpact.cache.totals import found_in
 from kvpact.cache.weights_watch import WeightsWatch
 from kvpact.config import KvpactConfig
-from kvpact.contract import CacheSpec, ExternalCache, SupportsStepLookup
+from kvpact.contract import CacheSpec, ExternalCache, ExternalKVMatch, SupportsStepLookup
 from kvpact.errors import ConfigError, reason_of
 from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.base_weights import BaseWeights
@@ -30,6 +32,7 @@ from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
 from kvpact.metrics import MEMORY, Metrics, Snapshot, explain_misses
+from kvpact.ranges import BlockRange
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.urls import tier_labels
@@ -166,6 +169,13 @@ class MountedCache:
         if self.own is not None:
             self.own.tiers.poll()  # they are told, piece by piece
             self.own.tiers.end_step()
+
+    def found_in(self, match: ExternalKVMatch, num_tokens: int) -> list[tuple[str, int]]:
+        """The tiers that had the first tokens of a match, by label and in order; none where the cache is another's."""
+        if self.own is None or not isinstance(plan := match.query_result, Plan):
+            return []
+        start = plan.blocks.start * self._block_size
+        return [*found_in(BlockRange(start, start + num_tokens), plan.sources, self._block_size)]
 
     def observe(self) -> Snapshot:
         """All counts as they are now."""

@@ -12,10 +12,22 @@ from typing import TypeAlias
 
 from kvpact.errors import PactViolation
 from kvpact.metrics import MEMORY, EndReason
-from kvpact.ranges import RangeSet
+from kvpact.ranges import BlockRange, RangeSet
 
 Sources: TypeAlias = tuple[tuple[int, str], ...]
 """Where a prompt's blocks were found: tiers, each with the end of the blocks that it has and none before it has."""
+
+
+def found_in(positions: BlockRange, sources: Sources, block_size: int) -> Iterator[tuple[str, int]]:
+    """The tiers that had these tokens of a prompt, in its order, each with their number; memory where nothing is said.
+
+    `positions` counts tokens, not blocks.
+    """
+    at = positions.start
+    for end, tier in (*sources, (positions.end, MEMORY)):
+        if (upto := min(positions.end, end * block_size)) > at:
+            yield tier, upto - at
+            at = upto
 
 
 @dataclass(slots=True)
@@ -44,11 +56,8 @@ class Totals:
     def split_used(self, positions: RangeSet, sources: Sources, block_size: int) -> None:
         """Count tokens that were used. What `sources` say nothing of was found in memory."""
         for part in positions.ranges:
-            at = part.start
-            for end, tier in (*sources, (part.end, MEMORY)):
-                if (upto := min(part.end, end * block_size)) > at:
-                    self.used_from[tier] = self.used_from.get(tier, 0) + upto - at
-                    at = upto
+            for tier, tokens in found_in(part, sources, block_size):
+                self.used_from[tier] = self.used_from.get(tier, 0) + tokens
 
     def counts(self) -> Iterator[tuple[str, int, str]]:
         """Arguments for `Metrics.raise_to`: name, total, label."""

@@ -29,7 +29,7 @@ from kvpact.metrics import Metrics
 from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm
 from kvpact.vllm.compat.configuration import replica_number
 from kvpact.vllm.compat.layouts import wanted_layout
-from kvpact.vllm.compat.objects import failed_requests, replays_full_graph
+from kvpact.vllm.compat.objects import by_source, failed_requests, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.kv_memory import KVMemoryHooks
@@ -318,10 +318,12 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         """The scheduler's half counts; the workers' half reports to it."""
         return self._scheduler.collect_stats() if self._scheduler is not None else None
 
-    @guarded(lambda: (0, 0))
-    def take_hit_corrections(self) -> tuple[int, int]:
-        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, for first admissions and after preemptions."""
-        return self.scheduler_side.credit.corrections()
+    @guarded(lambda: (0, 0, {}))
+    def take_hit_corrections(self) -> tuple[int, int, Mapping[Any, int]]:
+        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, for first admissions, after preemptions, and the
+        first of these by their source."""
+        hits, again, places = self.scheduler_side.credit.corrections()
+        return hits, again, by_source(places)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

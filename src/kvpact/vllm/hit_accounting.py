@@ -8,11 +8,15 @@ connector, with `StepHits`; kvpact's own connector corrects what loads come to, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections import Counter
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvpact.vllm.compat.objects import add_hits
+
+UNKNOWN_PLACE: Final = "external_unspecified"
+"""vLLM's name for a remote store, and for a place that is not known."""
 
 
 class StepHits:
@@ -60,6 +64,15 @@ class AdmittedLoad:
     tokens: int
     """The tokens that arrive, as far as is known."""
     synchronous: bool
+    found: Sequence[tuple[str, int]] = ()
+    """Where its tokens were found, as vLLM names places, in order, each with their number."""
+
+    def places(self, tokens: int) -> Counter[str]:
+        """Where the first `tokens` tokens were found; `UNKNOWN_PLACE` for those of which nothing is known."""
+        counted: Counter[str] = Counter()
+        for place, part in (*self.found, (UNKNOWN_PLACE, tokens)):
+            counted[place] += min(part, tokens - counted.total())
+        return +counted
 
     @property
     def after_preemption(self) -> bool:
@@ -74,13 +87,22 @@ class HitCredit:
         self._loads: dict[str, AdmittedLoad] = {}
         self._hits = {False: 0, True: 0}
         """Tokens to add to vLLM's hits, by whether the request was preempted."""
+        self._places: Counter[str] = Counter()
+        """Tokens of first admissions among them, by the place where they were found."""
 
-    def admit(self, request: Any, tokens: int, *, synchronous: bool) -> None:
+    def admit(self, request: Any, tokens: int, *, synchronous: bool, found: Sequence[tuple[str, int]] = ()) -> None:
         """vLLM admits a request with a load of `tokens` tokens and counts them as hits; subtract them until they are
         used."""
         stats = request.prefill_stats if request.num_preemptions <= 0 else None
-        load = self._loads[request.request_id] = AdmittedLoad(request, stats, tokens, synchronous)
+        load = self._loads[request.request_id] = AdmittedLoad(request, stats, tokens, synchronous, found)
         self._hits[load.after_preemption] -= tokens
+        if not load.after_preemption:
+            self._places.subtract(load.places(tokens))
+
+    def places(self, request_id: str, tokens: int) -> Counter[str]:
+        """Where `tokens` tokens of a request's hit were found."""
+        load = self._loads.get(request_id)
+        return load.places(tokens) if load is not None else Counter({UNKNOWN_PLACE: tokens})
 
     def load_failed(self, request_id: str, arrived: int) -> None:
         """All but the first `arrived` tokens of the request's load will be computed."""
@@ -106,6 +128,8 @@ class HitCredit:
     def _use(self, request_id: str) -> None:
         load = self._loads.pop(request_id)
         self._hits[load.after_preemption] += load.tokens
+        if not load.after_preemption:
+            self._places.update(load.places(load.tokens))
 
     def request_finished(self, request_id: str) -> None:
         """The request ended; the report of its last step comes after this call."""
@@ -113,13 +137,15 @@ class HitCredit:
         if load is not None and not load.synchronous:
             del self._loads[request_id]
 
-    def corrections(self) -> tuple[int, int]:
-        """Tokens to add to vLLM's hits since the last call: of first admissions, and after preemptions.
+    def corrections(self) -> tuple[int, int, Counter[str]]:
+        """Tokens to add to vLLM's hits since the last call: of first admissions, after preemptions, and the first of
+        these by the place where they were found.
 
         Negative by at most what vLLM itself has counted since then.
         """
         hits, self._hits = self._hits, {False: 0, True: 0}
-        return hits[False], hits[True]
+        places, self._places = self._places, Counter()
+        return hits[False], hits[True], places
 
     def __len__(self) -> int:
         return len(self._loads)

@@ -53,9 +53,18 @@ class CommittedLoads:
     # The scheduler's step
 
     def admit(
-        self, view: VllmRequest, answer: OfferedMatch, num_tokens: int, tables: Sequence[Sequence[int]], epochs: int
+        self,
+        view: VllmRequest,
+        answer: OfferedMatch,
+        num_tokens: int,
+        tables: Sequence[Sequence[int]],
+        epochs: int,
+        found: Sequence[tuple[str, int]] = (),
     ) -> CommittedLoad:
-        """The engine relies on `num_tokens` tokens of the match, in these of its blocks, one sequence per group."""
+        """The engine relies on `num_tokens` tokens of the match, in these of its blocks, one sequence per group.
+
+        `found`: where, as vLLM names places.
+        """
         start, synchronous = answer.start_block, not answer.match.load_kv_async
         if self.whole_requests:
             blocks = tuple(chain.from_iterable(tables))
@@ -65,7 +74,7 @@ class CommittedLoads:
             named = blocks[: num_blocks_for(num_tokens, self._block_size)]
         order = UnorderedLoad(view.request_id, named, synchronous)
         load = self._loads[view.request_id] = CommittedLoad(view, order, blocks, epochs)
-        self._credit.admit(view.request, num_tokens, synchronous=synchronous)
+        self._credit.admit(view.request, num_tokens, synchronous=synchronous, found=found)
         return load
 
     def order(self, load: CommittedLoad, num_tokens: int, changes: tuple[int, ...]) -> None:

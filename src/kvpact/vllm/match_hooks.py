@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.errors import ConfigError
+from kvpact.vllm.compat.objects import by_source
 from kvpact.vllm.guard import Guard, guarded
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class MatchHooks:
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Commit the match, for the number of tokens that the scheduler finally chose."""
         self.scheduler_side.commit(request, blocks, num_external_tokens)
+
+    @guarded(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Where the tokens of a committed match were found: host memory, a disk, or elsewhere. Called from 0.32 on."""
+        return by_source(self.scheduler_side.credit.places(request.request_id, num_external_tokens))
 
     # The pact: see `SupportsExternalMatch`
 

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.matches import diffusion_scheduler
-from kvpact.vllm.compat.objects import add_invalid_blocks, connectors_of, invalid_blocks, set_hit_sources
+from kvpact.vllm.compat.objects import add_invalid_blocks, connectors_of, correct_hit_sources, invalid_blocks
 from kvpact.vllm.compat.releases import refuse_older
 from kvpact.vllm.compat.restarts import Restarts
 from kvpact.vllm.exits import EngineExits
@@ -29,9 +29,9 @@ from kvpact.vllm.step_hook import split_report
 class _SpeaksThePact:
     """vLLM's scheduler with the ends of matches, and requests that begin again: both do nothing for other connectors.
 
-    To the statistics it adds `take_hit_corrections() -> (tokens, tokens after a preemption)` of kvpact's connector: a
-    load's tokens are subtracted in the step that admits it and added again as they are used, so that no step's count is
-    negative.
+    To the statistics it adds `take_hit_corrections() -> (tokens, tokens after a preemption, tokens by source)` of
+    kvpact's connector: a load's tokens are subtracted in the step that admits it and added again as they are used, so
+    that no step's count is negative.
     """
 
     connector: Any
@@ -59,10 +59,10 @@ class _SpeaksThePact:
         take = getattr(self.connector, "take_hit_corrections", None)
         if take is not None and stats is not None and stats.connector_prefix_cache_stats is not None:
             counted = stats.connector_prefix_cache_stats
-            hits, again = take()
+            hits, again, sources = take()
             counted.hits += hits
             counted.preempted_hits += again
-            set_hit_sources(counted, partial(self.connector.get_external_cache_hit_sources, None))
+            correct_hit_sources(counted, sources)
         return stats
 
     def _update_after_schedule(self, *args: Any, **kwargs: Any) -> None:

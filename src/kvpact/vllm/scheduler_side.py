@@ -20,8 +20,9 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, SupportsStepLookup, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.groups import one_group
-from kvpact.metrics import Metrics
+from kvpact.metrics import MEMORY, Metrics
 from kvpact.tiers.registry import load_seal
+from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, require_no_restarts
 from kvpact.vllm.compat.configuration import replica_number, runs_second_runner
@@ -29,7 +30,7 @@ from kvpact.vllm.compat.late_loads import LateLoads
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
 from kvpact.vllm.guard import Guard
-from kvpact.vllm.hit_accounting import HitCredit
+from kvpact.vllm.hit_accounting import UNKNOWN_PLACE, HitCredit
 from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
 from kvpact.vllm.messages import NOTHING_TO_DO, PactMetadata
@@ -41,6 +42,9 @@ from kvpact.wire import StepMessage, WorkerHandshake
 
 NO_MATCH: Final = ExternalKVMatch(0)
 _NO_WORK: Final = StepMessage().work
+
+ON_DISK: Final = ("disk", "dir", "file")
+"""Schemes of the tiers that vLLM's statistics call disk."""
 
 CUT_SHORT: Final = ("FINISHED_ABORTED", "FINISHED_ERROR")
 """vLLM's states of a request that others end: it may be loading, or in no step."""
@@ -75,6 +79,9 @@ class SchedulerSide:
         self._waiting: dict[str, Waiting] = {}
         """What each of them was told, and until when it may wait for its identity, for its turn and for tiers (P11)."""
         self.credit = HitCredit()
+        labels = zip(tier_labels(config.tiers), config.tiers, strict=True)
+        self._places = {MEMORY: "host"} | {label: "disk" for label, url in labels if url.scheme in ON_DISK}
+        """What vLLM calls the places where tiers are, by the tiers' labels; `UNKNOWN_PLACE` for those not named."""
         self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
         self._late = LateLoads()
         self._unsettled: WorkerReport | None = None  # what an exception left over from the last steps' reports
@@ -237,7 +244,10 @@ class SchedulerSide:
         if answer is None or mounted is None:
             return 0
         epochs, accepted, tables = mounted.weights.epochs, 0, blocks.get_block_ids()
-        load = self.loads.admit(view, answer, num_tokens, tables, epochs) if num_tokens else None
+        found = [
+            (self._places.get(tier, UNKNOWN_PLACE), part) for tier, part in mounted.found_in(answer.match, num_tokens)
+        ]
+        load = self.loads.admit(view, answer, num_tokens, tables, epochs, found) if num_tokens else None
         try:
             if not mounted.may_serve():
                 raise KvpactError("the last reset of the cache failed; nothing is loaded")

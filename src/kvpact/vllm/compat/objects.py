@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -103,10 +105,21 @@ def load_before_forward(scheduler_output: Any) -> dict[str, Any]:
     return {"has_sync_kv_loads": True} if hasattr(scheduler_output, "has_sync_kv_loads") else {}
 
 
-def set_hit_sources(counted: Any, sources: Callable[[int], Any]) -> None:
-    """Add the sources of hits to the statistics where they have a field for them, from 0.32 on."""
+def by_source(places: Mapping[str, int]) -> dict[Any, int]:
+    """Numbers of tokens by vLLM's names for where they were found; none before 0.32, which has no such names."""
+    with suppress(ImportError):
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return {CacheHitSource(place): tokens for place, tokens in places.items() if tokens}
+    return {}
+
+
+def correct_hit_sources(counted: Any, changes: Mapping[Any, int]) -> None:
+    """Add to the sources of hits in the statistics where they have a field for them, from 0.32 on."""
     if hasattr(counted, "hits_by_source"):
-        counted.hits_by_source = sources(counted.hits)
+        sources = Counter(counted.hits_by_source)
+        sources.update(changes)
+        counted.hits_by_source = {source: tokens for source, tokens in sources.items() if tokens}
 
 
 def add_hits(counted: Any, request: Any, tokens: int, connector: Any, *, preempted: bool) -> None:
