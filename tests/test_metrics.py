@@ -162,7 +162,7 @@ def test_h72_a_cold_a_small_and_an_unused_cache_are_told_apart() -> None:
     metrics.add("misses", 10, MissReason.NOT_STORED)
     assert "nothing was saved yet" in explain_misses(metrics.snapshot())
     metrics.add("saved_blocks", 100)
-    assert "the prompts do not repeat" in explain_misses(metrics.snapshot())
+    assert "each new prompt misses once" in explain_misses(metrics.snapshot())
     metrics.add("evicted_blocks", 90, MEMORY)
     assert "90 of 100 saved blocks were evicted" in explain_misses(metrics.snapshot())
 

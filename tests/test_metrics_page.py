@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ ON_THE_PAGE = {
 
 
 @pytest.mark.parametrize("path", WRITER.WRITTEN, ids=lambda path: path.name)
-def test_what_is_written_from_the_table_is_up_to_date(path: object) -> None:
+def test_what_is_written_from_the_table_is_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == WRITER.WRITTEN[path](), "run `python scripts/write_metrics.py`"
 
 

@@ -404,4 +404,6 @@ def _why_not_stored(snapshot: Mapping[str, float]) -> str:
         )
     if evicted * 2 > saved:
         return f"; {evicted:,} of {saved:,} saved blocks were evicted, so more memory or a larger tier would help"
-    return "; each new prompt misses once, those that differ early always (a date or a name in the first block is enough)"
+    return (
+        "; each new prompt misses once, those that differ early always (a date or a name in the first block is enough)"
+    )

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,11 @@ def once(what: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.2)
 
 
+def has_counted(arguments: tuple[str, ...], tokens: int) -> bool:
+    """Whether `kvpact status` with these arguments has so many prompt tokens."""
+    return bool(status(*arguments)[1]["prompts"]["tokens"] >= tokens)
+
+
 @pytest.mark.proof
 def test_the_share_that_status_shows_is_what_the_clients_have_counted(server: Server, store: RedisServer) -> None:
     page, answers = f"http://127.0.0.1:{server.port}", list[tuple[str, int, int]]()
@@ -103,7 +109,7 @@ def test_the_share_that_status_shows_is_what_the_clients_have_counted(server: Se
     asked, cached = sum(answer[1] for answer in answers), sum(answer[2] for answer in answers)
     assert len(answers) == ROUNDS * REQUESTS
     for arguments in ((page,), (f"{page}/metrics",), ()):
-        once(lambda arguments=arguments: status(*arguments)[1]["prompts"]["tokens"] >= asked)
+        once(partial(has_counted, arguments, asked))
         code, seen = status(*arguments)
         done = seen["prompts"]
         assert code == 0
