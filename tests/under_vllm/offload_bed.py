@@ -34,7 +34,9 @@ def engine(**changes: Any) -> Any:
     model = {"dtype": "bfloat16", "max_model_len": 4096, "quantization": None, **changes.pop("model", {})}
     return SimpleNamespace(
         **{
-            "model_config": SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2}), **model),
+            "model_config": SimpleNamespace(
+                hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2}), served_model_name="model", **model
+            ),
             "cache_config": SimpleNamespace(**cache),
             "attention_config": SimpleNamespace(compute_hash=lambda: "attention"),
             "lora_config": None,

@@ -93,6 +93,7 @@ def test_hits_after_a_preemption_have_no_place_as_in_vllm() -> None:
 
 def test_a_release_without_sources_is_told_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
+    monkeypatch.setattr(objects, "hit_sources", objects.hit_sources.__wrapped__)
     assert objects.by_source({"host": 3}) == {}
     counted = SimpleNamespace(hits=3)
     objects.correct_hit_sources(counted, {"host": 3})

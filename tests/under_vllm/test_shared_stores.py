@@ -186,10 +186,10 @@ def test_every_combination_of_tiers_answers_alike_and_counts_what_it_did(
     if below:
         # What does not fit into memory at once is staged prompt by prompt.
         assert again == 6 * len(PROMPTS)
-        assert sum(counts[f'written_blocks{{tier="{kind}"}}'] for kind in ("disk", "redis")) >= 24
-        read = sum(counts[f'read_blocks{{tier="{kind}"}}'] for kind in ("disk", "redis"))
+        assert sum(counts.get(f'written_blocks{{tier="{kind}"}}', 0) for kind in ("disk", "redis")) >= 24
+        read = sum(counts.get(f'read_blocks{{tier="{kind}"}}', 0) for kind in ("disk", "redis"))
         assert (read == 0) == (room == 24)
-        assert not (counts['read_blocks{tier="redis"}'] and "disk" in below), "the first tier that has it"
+        assert not (counts.get('read_blocks{tier="redis"}') and "disk" in below), "the first tier that has it"
     else:
         assert again == (24 if room == 24 else again)
     assert counts["used_tokens"] == again * BLOCK

@@ -8,7 +8,6 @@ connector, with `StepHits`; kvpact's own connector corrects what loads come to, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -67,12 +66,15 @@ class AdmittedLoad:
     found: Sequence[tuple[str, int]] = ()
     """Where its tokens were found, as vLLM names places, in order, each with their number."""
 
-    def places(self, tokens: int) -> Counter[str]:
+    def places(self, tokens: int) -> dict[str, int]:
         """Where the first `tokens` tokens were found; `UNKNOWN_PLACE` for those of which nothing is known."""
-        counted: Counter[str] = Counter()
+        counted = dict[str, int]()
         for place, part in (*self.found, (UNKNOWN_PLACE, tokens)):
-            counted[place] += min(part, tokens - counted.total())
-        return +counted
+            some = part if part < tokens else tokens  # a call of `min` costs more
+            if some > 0:
+                counted[place] = some + counted.get(place, 0)
+                tokens -= some
+        return counted
 
     @property
     def after_preemption(self) -> bool:
@@ -87,7 +89,7 @@ class HitCredit:
         self._loads: dict[str, AdmittedLoad] = {}
         self._hits = {False: 0, True: 0}
         """Tokens to add to vLLM's hits, by whether the request was preempted."""
-        self._places: Counter[str] = Counter()
+        self._places = dict[str, int]()
         """Tokens of first admissions among them, by the place where they were found."""
 
     def admit(self, request: Any, tokens: int, *, synchronous: bool, found: Sequence[tuple[str, int]] = ()) -> None:
@@ -97,12 +99,17 @@ class HitCredit:
         load = self._loads[request.request_id] = AdmittedLoad(request, stats, tokens, synchronous, found)
         self._hits[load.after_preemption] -= tokens
         if not load.after_preemption:
-            self._places.subtract(load.places(tokens))
+            self._count(load, -1)
 
-    def places(self, request_id: str, tokens: int) -> Counter[str]:
+    def _count(self, load: AdmittedLoad, sign: int) -> None:
+        places = self._places
+        for place, tokens in load.places(load.tokens).items():
+            places[place] = sign * tokens + places.get(place, 0)
+
+    def places(self, request_id: str, tokens: int) -> dict[str, int]:
         """Where `tokens` tokens of a request's hit were found."""
         load = self._loads.get(request_id)
-        return load.places(tokens) if load is not None else Counter({UNKNOWN_PLACE: tokens})
+        return load.places(tokens) if load is not None else {UNKNOWN_PLACE: tokens}
 
     def load_failed(self, request_id: str, arrived: int) -> None:
         """All but the first `arrived` tokens of the request's load will be computed."""
@@ -129,7 +136,7 @@ class HitCredit:
         load = self._loads.pop(request_id)
         self._hits[load.after_preemption] += load.tokens
         if not load.after_preemption:
-            self._places.update(load.places(load.tokens))
+            self._count(load, 1)
 
     def request_finished(self, request_id: str) -> None:
         """The request ended; the report of its last step comes after this call."""
@@ -137,14 +144,14 @@ class HitCredit:
         if load is not None and not load.synchronous:
             del self._loads[request_id]
 
-    def corrections(self) -> tuple[int, int, Counter[str]]:
+    def corrections(self) -> tuple[int, int, dict[str, int]]:
         """Tokens to add to vLLM's hits since the last call: of first admissions, after preemptions, and the first of
         these by the place where they were found.
 
         Negative by at most what vLLM itself has counted since then.
         """
         hits, self._hits = self._hits, {False: 0, True: 0}
-        places, self._places = self._places, Counter()
+        places, self._places = self._places, {}
         return hits[False], hits[True], places
 
     def __len__(self) -> int:

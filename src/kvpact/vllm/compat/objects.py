@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -107,10 +108,17 @@ def load_before_forward(scheduler_output: Any) -> dict[str, Any]:
 
 def by_source(places: Mapping[str, int]) -> dict[Any, int]:
     """Numbers of tokens by vLLM's names for where they were found; none before 0.32, which has no such names."""
+    names = hit_sources()
+    return {names[place]: tokens for place, tokens in places.items() if tokens} if names else {}
+
+
+@cache
+def hit_sources() -> Mapping[str, Any]:
+    """vLLM's members for places, by their names; none before 0.32."""
     with suppress(ImportError):
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        return {CacheHitSource(place): tokens for place, tokens in places.items() if tokens}
+        return {source.value: source for source in CacheHitSource}
     return {}
 
 
