@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,13 @@ from kvpact_testkit.demo.engine import EngineSettings, one_core_each
 
 if TYPE_CHECKING:
     from vllm_played_engine import PlayedEngine
+
+
+@pytest.fixture(autouse=True)
+def not_judged_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations of beds are refused by the connector alone, though some test has loaded vLLM's plug-in here."""
+    if find_spec("vllm") is not None:
+        monkeypatch.setattr(import_module("kvpact.vllm.checks"), "check_configuration", lambda config: None)
 
 
 @pytest.fixture(scope="session")

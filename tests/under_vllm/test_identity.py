@@ -86,12 +86,6 @@ def identity(config: Any, model_id: str | None = None) -> str:
     return base_weights(config, model_id).identity()
 
 
-@pytest.fixture(autouse=True)
-def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's arguments load its plug-ins, which would then judge the configurations of all later tests."""
-    monkeypatch.setattr("vllm.plugins.plugins_loaded", True)
-
-
 def vllm_config(model: Path, **arguments: Any) -> VllmConfig:
     """vLLM's own, read from the files."""
     return EngineArgs(

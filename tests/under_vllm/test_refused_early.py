@@ -31,6 +31,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     decides = "_post_init_kv_transfer_config"
     monkeypatch.setattr(VllmConfig, decides, getattr(VllmConfig, decides))
+    monkeypatch.setattr("kvpact.vllm.checks.check_configuration", check_configuration)
     plugin.register()
 
 

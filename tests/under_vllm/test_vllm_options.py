@@ -18,8 +18,7 @@ MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_a
 """Where `vllm serve` makes its parser: from 0.32 on, and before."""
 
 
-def test_every_option_of_vllm_is_known_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.plugins.plugins_loaded", True)  # its arguments would load them for all later tests
+def test_every_option_of_vllm_is_known_and_none_is_refused() -> None:
     module = next(name for name in MODULES if find_spec(name.rpartition(".")[0]) and find_spec(name))
     parser = import_module(module).make_arg_parser(FlexibleArgumentParser())
     taken = re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_usage())
