@@ -126,7 +126,7 @@ def test_another_process_hears_it_at_once_and_a_dead_one_has_said_it() -> None:
 
 
 def test_nothing_new_is_found_in_the_time_of_a_few_calls(segments: list[ArenaSegment]) -> None:
-    """Asked in every hook: 2 us where a call of a method takes 50 ns; Python 3.13 calls faster. The best of rounds: others compute here too."""
+    """Asked in every hook: 2 us where a call of a method takes 50 ns. The best of rounds: others compute here too."""
     reader, _ = both(segments)
     reader.look()
     calls = (reader.look, Calls().nothing)
