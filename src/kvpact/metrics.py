@@ -215,9 +215,9 @@ def series(name: str, *labels: str) -> str:
     return f"{name}{{{text}}}" if text else name
 
 
-def tiers_in(snapshot: Iterable[str]) -> list[str]:
-    """The labels of the tiers of which a snapshot tells, memory first, then in the user's order."""
-    head = 'capacity_blocks{tier="'
+def tiers_in(snapshot: Iterable[str], metric: str = "capacity_blocks") -> list[str]:
+    """The labels of the tiers for which a snapshot has this metric, memory first, then in the user's order."""
+    head = f'{metric}{{tier="'
     return [name.removeprefix(head)[:-2] for name in snapshot if name.startswith(head)]
 
 

@@ -16,7 +16,7 @@ from kvpact import __version__
 from kvpact.cache.cache import PactCache
 from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
-from kvpact.metrics import MEMORY, Metrics, series
+from kvpact.metrics import MEMORY, Metrics, Snapshot, series, tiers_in
 
 VERSION: Final = 1
 """The document's; it grows when a field gets another meaning or goes."""
@@ -50,7 +50,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     pid: int
     model: str
     block_size: int
-    metrics: dict[str, float | bool]
+    metrics: Snapshot
     time: float = 0.0
     """Now, on the clock of `records`."""
     tiers: list[TierState] = []
@@ -80,10 +80,10 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-def tiers_in(metrics: Mapping[str, float], engines: int = 1) -> dict[str, str]:
+def troubles_in(metrics: Mapping[str, float], engines: int = 1) -> dict[str, str]:
     """What is wrong with each tier of so many engines, by their counts; memory is named only if something is."""
-    ups = {name.split('"')[1]: up for name, up in metrics.items() if name.startswith("tier_up{")}
-    found = {tier: "" if up >= engines else "the engine's log says why" for tier, up in ups.items() if tier != MEMORY}
+    ups = {tier: metrics[series("tier_up", tier)] for tier in tiers_in(metrics, "tier_up") if tier != MEMORY}
+    found = {tier: "" if up >= engines else "the engine's log says why" for tier, up in ups.items()}
     return found | ({MEMORY: "a copy was wrong, so nothing is served"} if metrics.get("refuted_copies") else {})
 
 
@@ -99,7 +99,7 @@ def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size:
     found.metrics[series("held_blocks", MEMORY)] = cache.index.held_count
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
     known = {client.name: client.trouble for client in list(cache.tiers.clients)}
-    found.tiers = [TierState(*tier) for tier in {**known, **tiers_in(found.metrics), **known}.items()]
+    found.tiers = [TierState(*tier) for tier in {**troubles_in(found.metrics), **known}.items()]
     now = found.time = cache.tiers.clock()
     found.leases = [
         Lease(

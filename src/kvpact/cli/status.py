@@ -15,11 +15,11 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.records import Prompts, RequestRecord
-from kvpact.cache.status import EngineStatus, TierState, tiers_in
+from kvpact.cache.status import EngineStatus, TierState, troubles_in
 from kvpact.cache.status_socket import answers, places
 from kvpact.cli.screen import age, console, print_json, table
 from kvpact.errors import DataError, KvpactError, reason_of
-from kvpact.metrics import MEMORY, MISS_HINTS, Metrics, MissReason, explain_misses, series
+from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, MissReason, explain_misses, series
 
 WIDTH: Final = 80
 LABEL: Final = 16
@@ -31,7 +31,6 @@ SHOWN: Final = 20
 FEW: Final = 10
 """Look-ups that say nothing yet if all of them miss."""
 
-OURS: Final = "vllm:kvpact_"
 BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
 PAGE_SECONDS: Final = 10.0
 
@@ -71,7 +70,7 @@ def _read_page(url: str) -> EngineStatus:
         raise KvpactError(f"{page} cannot be read: {reason_of(error)}; {right}") from None
     found, engines = defaultdict[str, float](float), set[str]()
     for sample in (sample for family in families for sample in family.samples):
-        name = sample.name.removeprefix(OURS).removesuffix("_total" if sample.name.startswith(OURS) else "")
+        name = sample.name.removeprefix(PREFIX).removesuffix("_total" if sample.name.startswith(PREFIX) else "")
         told = [f'{label}="{text}"' for label, text in sample.labels.items() if label not in ("engine", "model_name")]
         found[f"{name}{{{','.join(told)}}}" if told else name] += sample.value
         engines |= {sample.labels["engine"]} if name != sample.name else set()
@@ -79,7 +78,7 @@ def _read_page(url: str) -> EngineStatus:
         raise KvpactError(f"{page} has no metrics of kvpact; start the server with `kvpact serve`, and ask it once")
     local = found[f'{BY_SOURCE}{{source="local_cache_hit"}}'] or found["vllm:prefix_cache_hits_total"]
     other = found[f'{BY_SOURCE}{{source="external_kv_transfer"}}'] or found["vllm:external_prefix_cache_hits_total"]
-    tiers = [TierState(*tier) for tier in tiers_in(found, len(engines)).items()]
+    tiers = [TierState(*tier) for tier in troubles_in(found, len(engines)).items()]
     prompts = Prompts(len(engines), *map(int, (found["vllm:prompt_tokens_total"], local, other)))
     return EngineStatus(pid=0, model=page, block_size=0, metrics=dict(found), tiers=tiers, prompts=prompts)
 
