@@ -17,7 +17,7 @@ from benchmarks.scheduler_halves import SchedulerHalf
 
 TOKENS, BLOCK_SIZE, CHUNK = 131_072, 16, 8192
 FEWER = TOKENS // 8
-RUNS = 6
+RUNS = 12
 GROWTH = 2.5
 """How much more the dearest step of a prompt of eight times the length may cost. A step that did all at once would cost
 eight times as much."""
