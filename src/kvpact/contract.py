@@ -457,6 +457,10 @@ class ExternalCache(ABC):
         """Whether a prepare would again answer "ask again later", where a cache can tell cheaply. Default: no."""
         return False
 
+    def may_wait(self, request_id: str) -> bool:
+        """Whether the cache itself has begun a deadline for the request that has not passed. Default: no."""
+        return False
+
     @property
     def asks_shared(self) -> bool:
         """Whether `prepare_external_match` asks stores that answer later, which takes time of the step.

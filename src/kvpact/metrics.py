@@ -36,6 +36,7 @@ class EndReason(StrEnum):
     REQUEST_FINISHED = "request_finished"
     DEADLINE = "deadline"
     TIER_FAILED = "tier_failed"
+    YIELDED = "yielded"
     CACHE_RESET = "cache_reset"
     SHUTDOWN = "shutdown"
     ERROR = "error"

@@ -75,7 +75,7 @@ def test_a_lookup_that_found_no_room_and_then_a_failing_tier_is_one_miss(tmp_pat
     other = SceneRequest("other", tokens(3 * BLOCK_SIZE + 1, seed=5))
     work = scene.step_computing(other)  # all slots are being written to
     blocked = request(3, "blocked")
-    assert scene.prepare(blocked).num_tokens == 0
+    assert scene.cache.prepare_external_match(blocked, 0) is None
     scene.report(work)
     scene.queue.advance()
     scene.faults.arm(Operation.GET, Fault.ERROR)

@@ -155,6 +155,19 @@ def postponed(reason: ExternalMatchExit) -> Callable[[Path], Scene]:
     return scene_of
 
 
+def yielded(place: Path) -> Scene:
+    """What was read for a request of the queue's end is in the way of its head."""
+    scene = Situation(place, slots=BLOCKS)
+    scene.run_cold(request("second", seed=1))
+    scene.queue.advance()
+    scene.cache.end_step()
+    assert scene.cache.prepare_external_match(request("behind"), 0) is None
+    scene.queue.advance()
+    scene.cache.end_step()
+    assert scene.cache.prepare_external_match(request("head", seed=1), 0) is None
+    return scene
+
+
 def larger_than_memory(place: Path) -> Scene:
     scene = Situation(place, slots=BLOCKS)
     scene.run_cold(request("larger", blocks=2 * BLOCKS, seed=9))
@@ -206,6 +219,7 @@ ENDS: dict[EndReason, Callable[[Path], Scene]] = {
     EndReason.ERROR: engine_error,
     **{EndReason(reason): (dropped if reason.is_dropped else postponed)(reason) for reason in ExternalMatchExit},
     EndReason.DECLINED: declined,
+    EndReason.YIELDED: yielded,
 }
 OTHERS = (never_asked, larger_than_memory, spared, used_again, read_from_disk, evicted)
 

@@ -162,9 +162,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(wanted=st.integers(1, 3))
     def make_room(self, wanted: int) -> None:
         asked_now = [plan for plan in self.plans(State.PLANNED) if plan.renewed_step == self.ledger.step]
-        for plan, reason in self.ledger.postponed_plans()[:wanted]:
-            assert plan.postponed is reason
-            self.ledger.abort(plan, reason)
+        rooms = iter(range(wanted))
+        chosen = self.ledger.yielding_plans(lambda plan: True)[: wanted - 1]
+        assert all(plan.state is State.PENDING or plan.postponed for plan in chosen)
+        self.ledger.make_room(lambda: next(rooms, wanted), wanted - 1, lambda plan: True)
         assert all(plan.is_open for plan in asked_now)
 
     @rule(request=REQUESTS)

@@ -90,7 +90,7 @@ def no_free_slot() -> Scene:
     holder = SceneRequest("holder", tokens(17, seed=1))
     scene.run_cold(SceneRequest("held", tokens(17, seed=1)))
     assert scene.prepare(holder).num_tokens == 16
-    return ask(scene)
+    return ask(scene)  # it waits until its deadline
 
 
 def preempted_again_and_again() -> Scene:

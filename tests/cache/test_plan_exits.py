@@ -133,7 +133,10 @@ def test_a_match_that_was_asked_for_in_this_step_keeps_its_slots(tmp_path: Path)
     scene = DiskScene(tmp_path, 4, 1, 2)
     assert scene.promised(prompt("head", 1)) == 16
     scene.cache.postpone_external_match("head", ExternalMatchExit.ENCODER)
-    assert scene.promised(prompt("behind", 2)) == 0
+    behind = prompt("behind", 2)
+    assert scene.cache.prepare_external_match(behind, 0) is None
+    scene.now += 60
+    assert scene.promised(behind) == 0
     assert scene.count("misses", MissReason.NO_ROOM) == 1
 
 
@@ -141,7 +144,11 @@ def test_a_match_of_which_the_engine_says_nothing_keeps_its_slots(tmp_path: Path
     scene = DiskScene(tmp_path, 4, 1, 2)
     assert scene.promised(prompt("silent", 1)) == 16
     scene.step()
-    assert scene.promised(prompt("other", 2)) == 0
+    other = prompt("other", 2)
+    for _ in range(2):
+        assert scene.cache.prepare_external_match(other, 0) is None
+        scene.step()
+    assert scene.count("leases_held") == 1
 
 
 def test_a_save_gets_the_slots_of_postponed_matches() -> None:
@@ -168,7 +175,7 @@ def test_two_requests_that_wait_do_not_take_each_others_slots_in_turn(tmp_path: 
             if match is not None and match.num_tokens:
                 scene.cache.postpone_external_match(request.request_id, ExternalMatchExit.ENCODER)
         scene.step()
-    assert answers == {("first", None), ("first", 16), ("second", 0)}
+    assert answers == {("first", None), ("first", 16), ("second", None)}
     assert scene.count("read_blocks", "disk") == 4
     assert scene.cache.observe()["plans_opened"] == 2  # read, and promised: the read ends in a plan of its own range
 
@@ -210,5 +217,5 @@ def test_plans_that_share_their_blocks_may_end_without_a_slot_being_free_and_not
     assert scene.promised(prompt("three", 1)) == 16
     for name in ("one", "two", "three"):
         scene.cache.postpone_external_match(name, ExternalMatchExit.NO_BLOCKS)
-    assert scene.promised(prompt("other", 2)) == 0  # three was asked for in this step
+    assert scene.cache.prepare_external_match(prompt("other", 2), 0) is None  # three was asked for in this step
     assert scene.cache.ledger.find("three") is not None

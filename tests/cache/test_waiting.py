@@ -20,6 +20,7 @@ BEGUN, NEW = 5.0, 9.0
 REACHED = {
     Told.NOTHING: (),
     Told.LATER: (Event.LATER,),
+    Told.NO_ROOM: (Event.NO_ROOM,),
     Told.PUT_OFF: (Event.PUT_OFF,),
     Told.DECLINED: (Event.PUT_OFF, Event.DECLINED),
     Told.ANSWERED: (Event.ANSWERED,),
@@ -38,7 +39,7 @@ def drawn() -> dict[str, list[str]]:
 def reached(told: Told) -> Waiting:
     waiting = Waiting()
     for event in REACHED[told]:
-        waiting.note(event, BEGUN, FACTS if event is Event.LATER else None)
+        waiting.note(event, BEGUN, FACTS if event in (Event.LATER, Event.NO_ROOM) else None)
     assert waiting.told is told
     return waiting
 
@@ -53,7 +54,7 @@ def test_every_pair_of_state_and_event_ends_as_the_documents_say(told: Told, eve
     begun = before if before is not None else NEW
     assert waiting.until == {"begins": begun, "stays": before, "ends now": NEW, "has not begun": None}[deadline]
     assert waiting.may_wait(BEGUN) == (waiting.until != BEGUN)
-    kept = told is Told.LATER and event in (Event.AHEAD, Event.OVER)
+    kept = told in (Told.LATER, Told.NO_ROOM) and event in (Event.AHEAD, Event.OVER)
     assert waiting.facts == (FACTS if kept else None), "facts of an answer that is void would hold a plan"
     waiting.check()
 
@@ -79,7 +80,7 @@ def test_p11_however_often_and_by_whom_a_request_is_told_to_wait_its_deadline_st
             deadline = None
         elif event is Event.OVER:
             deadline = now
-        elif deadline is None and event in (Event.LATER, Event.PUT_OFF, Event.AHEAD):
+        elif deadline is None and event in (Event.LATER, Event.NO_ROOM, Event.PUT_OFF, Event.AHEAD):
             deadline = now + timeout
         assert waiting.until == deadline
         assert waiting.may_wait(now) == (deadline is None or now < deadline)

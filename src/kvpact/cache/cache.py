@@ -25,7 +25,6 @@ from kvpact.cache.records import Records
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
-from kvpact.cache.waiting import Told
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
@@ -109,6 +108,7 @@ class PactCache(ExternalCache):
         saves = self.saves = Offloader(config, of_requests, ledger, jobs, tags, writes)
         self._steps = StepLookups(requests, ledger, below, ranks)
         self._planner = Planner(config, ledger, of_requests, reads, jobs, load_budget, epochs)
+        saves.queue = self._planner.queue
         self._loads = Loads(requests, ledger, of_requests, jobs, saves, load_budget)
         below.open(tiers)
 
@@ -165,9 +165,7 @@ class PactCache(ExternalCache):
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
         state = self.requests.probed(request, num_computed_tokens)
-        if state.waiting.told is Told.LATER and self._planner.still_waits(
-            request.request_id, state, num_computed_tokens
-        ):
+        if self._planner.still_waits(request.request_id, state, num_computed_tokens):
             return None
         if self.saves.lazy is not None:
             self.saves.lazy.note_probe(request.request_id, state)
@@ -187,6 +185,10 @@ class PactCache(ExternalCache):
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
         """See `ExternalCache`; if so, the request's plan is renewed."""
         return self._planner.still_waits(request_id, self.requests.live.get(request_id), num_computed_tokens)
+
+    def may_wait(self, request_id: str) -> bool:
+        """See `ExternalCache`."""
+        return self._planner.may_wait(self.requests.live.get(request_id))
 
     # Commit and abort
 
@@ -269,6 +271,7 @@ class PactCache(ExternalCache):
         self._computing = self._loading = 0
         self._load_budget.end_step()
         self.ledger.expire(now)
+        self._planner.queue.end_step()
         return self._jobs.end_step(now, self._steps.end_step())
 
     def abandon_step(self, num_ranks: int) -> None:

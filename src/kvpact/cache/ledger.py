@@ -111,6 +111,11 @@ class Plan(Generic[Lease, Slots]):
         return self.state in OPEN_STATES
 
     @property
+    def is_postponed(self) -> bool:
+        """Whether it promises what the engine did not take."""
+        return self.state is State.PLANNED and self.postponed is not None
+
+    @property
     def committed_blocks(self) -> BlockRange:
         """The blocks that the committed tokens reach into; the last one may be covered in part."""
         return BlockRange(self.blocks.start, -(-self.committed_tokens // self.block_size))
@@ -388,40 +393,36 @@ class Ledger(Generic[Lease, Slots]):
         """The engine did not take the match in this step and may prepare it again: state and leases stay as they are.
 
         The plan ends with the last such `reason`: after `postponed_steps` steps without a prepare, or when its slots
-        are needed (`postponed_plans`). A plan that is loading was taken and cannot be postponed.
+        are needed (`yielding_plans`). A plan that is loading was taken and cannot be postponed.
         """
         self._require(plan, Event.ABORT)
         plan.postponed = reason
 
-    def postponed_plans(self) -> list[tuple[Plan[Lease, Slots], EndReason]]:
-        """The promises that may end now for others, with the reason: postponed, and not prepared again in this step.
+    def yielding_plans(self, may_yield: Callable[[Plan[Lease, Slots]], bool]) -> list[Plan[Lease, Slots]]:
+        """The plans that may end now for others: not prepared in this step and postponed, or chosen by `may_yield`.
 
-        Those first that were prepared longest ago.
+        It chooses among those that promise nothing. Longest ago prepared come first, a step's last before its first.
         """
-        found = [
-            (plan, plan.postponed)
-            for plan in self._open.values()
-            if plan.postponed is not None and plan.state is State.PLANNED and plan.renewed_step < self.step
-        ]
-        return sorted(found, key=lambda entry: entry[0].renewed_step)
+        not_asked = (plan for plan in self._open.values() if plan.renewed_step < self.step)
+        found = [plan for plan in not_asked if (may_yield(plan) if plan.state is State.PENDING else plan.is_postponed)]
+        return sorted(found, key=lambda plan: (plan.renewed_step, -plan.renewed_at))
 
-    def make_room(self, room: Callable[[], int], wanted: int) -> int:
-        """What `room` tells. If that is less than `wanted`, postponed plans end, one by one, until it is not.
+    def make_room(
+        self, room: Callable[[], int], wanted: int, may_yield: Callable[[Plan[Lease, Slots]], bool] = lambda plan: False
+    ) -> int:
+        """What `room` tells. If that is less than `wanted`, `yielding_plans` end, one by one, until it is not.
 
-        A plan that was prepared in this step does not end. Engines ask for their queue's head first, so the head gets
-        room from the requests queued after it and never the other way round: two requests do not evict each other in
-        turn.
+        Engines ask for their queue's head first: it gets room from those after it, and two never evict each other.
         """
         found = room()
-        for plan, _ in self.postponed_plans() if found < wanted else ():
-            self._end_unused(plan)
-            found = room()
-            if found >= wanted:
-                break
+        for plan in self.yielding_plans(may_yield) if found < wanted else ():
+            if found < wanted:
+                self._end_unused(plan, EndReason.YIELDED)
+                found = room()
         return found
 
-    def _end_unused(self, plan: Plan[Lease, Slots]) -> None:
-        self.abort(plan, plan.postponed or EndReason.NOT_RENEWED)
+    def _end_unused(self, plan: Plan[Lease, Slots], reason: EndReason) -> None:
+        self.abort(plan, plan.postponed or reason)
         if plan.postponed is not None and self.kept_waiting is not None:
             self.kept_waiting(plan.request_id)
 
@@ -446,7 +447,7 @@ class Ledger(Generic[Lease, Slots]):
         self.step += 1
         stale = [plan for plan in self._open.values() if plan.state is not State.LOADING and self._is_stale(plan, now)]
         for plan in stale:
-            self._end_unused(plan)
+            self._end_unused(plan, EndReason.NOT_RENEWED)
         return stale
 
     def _is_stale(self, plan: Plan[Lease, Slots], now: float) -> bool:

@@ -72,9 +72,10 @@ class Promise(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """ "Ask again later". With `put_off`, the next step answers in any case."""
+    """ "Ask again later". With `put_off`, the next step answers in any case; with `no_room`, it depends on others."""
 
     put_off: bool = False
+    no_room: bool = False
 
 
 class Miss(NamedTuple):
@@ -86,7 +87,10 @@ class Miss(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Blocks up to `end` are read into memory first; "ask again later". Without room for them: `otherwise`."""
+    """Blocks up to `end` are read into memory first; "ask again later".
+
+    Without room for them, and where it is not worth waiting for that: `otherwise`.
+    """
 
     end: int
     otherwise: Promise | Miss
@@ -195,7 +199,7 @@ TABLE = (
     ),
     Row(
         "a tier can supply more than memory holds",
-        "Stage; without room Promise, or Miss `no_room`",
+        "Stage; without room Wait for it, or Promise, or Miss `no_room`",
         attrgetter("tiers_have_more"),
         lambda case: Stage(case.available.stored, case.from_memory(MissReason.NO_ROOM)),
     ),

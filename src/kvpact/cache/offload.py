@@ -18,6 +18,7 @@ from kvpact.cache.jobs import OffloadRun, PactLedger, Piece, PutOffSave, SaveSta
 from kvpact.cache.lazy_offload import MIN_WINDOW, LazyOffload
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
+from kvpact.cache.waiting import Queue
 from kvpact.cache.writeback import Offer, WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, JobOutcome, SchedulerContext, num_blocks_for
@@ -52,6 +53,8 @@ class Offloader:
     writeback: WriteBack
     index: BlockIndex = field(init=False)
     tiers: TierSet = field(init=False)
+    queue: Queue = field(init=False)
+    """The requests that wait for room to read."""
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
     piece_blocks: int = PIECE_BLOCKS
@@ -379,7 +382,7 @@ class Offloader:
         """Order a save of the blocks that there is room for, after the row `needed` or hanging on it and others."""
         wanted = len(run.block_ids)
         reservable = partial(self.index.reservable, needed, wanted, self.groups.class_of(run.group))
-        room = min(wanted, self.ledger.make_room(reservable, wanted))
+        room = min(wanted, self.queue.room_to_save(self.ledger.make_room(reservable, wanted)))
         self.tiers.metrics.add("dropped_blocks", wanted - room)
         if not room:
             return 0

@@ -13,10 +13,11 @@ from itertools import compress
 from operator import not_
 from typing import NamedTuple
 
-from kvpact.cache.jobs import PactLedger
+from kvpact.cache.jobs import PactLedger, PactPlan
 from kvpact.cache.request import TierLookup
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.totals import Sources
+from kvpact.cache.waiting import Claim
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
@@ -162,7 +163,7 @@ class Prefetcher:
         """Begin to read blocks of one class of slots from one tier; False, and nothing happens, if it is impossible."""
         keys, rows, slot_class = [each.key for each in wanted], [each.row for each in wanted], wanted[0].slot_class
         reservable = partial(self.index.reservable, rows[-1], len(keys), slot_class)
-        if client.room < len(keys) or self.ledger.make_room(reservable, len(keys)) < len(keys):
+        if client.room < len(keys) or self.ledger.make_room(reservable, len(keys), self._may_yield) < len(keys):
             return False
         return self._read(client, keys, self.index.reserve_sides(keys, rows, slot_class), now, None)
 
@@ -188,6 +189,10 @@ class Prefetcher:
             start += blocks
         return seconds
 
+    def claim(self, start: int, end: int, by_tier: Sequence[int], reach: int) -> Claim:
+        """What a request waits for that wants blocks [start, end), of which those before `reach` have room."""
+        return Claim(end - start, self.seconds_to_load(start, end, by_tier) or 0.0, end - max(start, reach))
+
     @property
     def lookup_seconds(self) -> float:
         """Seconds that the quickest shared tier takes for a lookup; 0 if unknown."""
@@ -195,11 +200,18 @@ class Prefetcher:
 
     # Reading
 
-    def fetch(self, keys: Sequence[BlockKey], end: int, by_tier: Sequence[int]) -> int:
+    def fetch(
+        self,
+        keys: Sequence[BlockKey],
+        end: int,
+        by_tier: Sequence[int],
+        share: Callable[[int], int],
+    ) -> int:
         """Begin to read `keys[:end]` into the arena; returns the block up to which they are there or on their way.
 
         Each block comes from the first tier in the user's order that can supply it, as `readable` says. A block that
-        another request is fetching is not read again. The answer is smaller than `end` if there is no room.
+        another request is fetching is not read again. The answer is smaller than `end` if there is no room, of which
+        `share` tells how much these blocks may take.
         """
         known, now = min(end, self.index.known_prefix(keys)), self.tiers.clock()
         read_blocks = max(1, READ_BYTES // self.tiers.arena.slot_bytes)
@@ -210,7 +222,7 @@ class Prefetcher:
                 break
             wanted = min(end - known, client.room)
             reservable = partial(self.index.reservable, keys[known - 1] if known else ROOT, wanted)
-            room = min(wanted, self.ledger.make_room(reservable, wanted))
+            room = min(wanted, share(self.ledger.make_room(reservable, wanted, self._may_yield)))
             stop = min(end, readable, known + min(room, read_blocks))
             if stop == known:
                 break
@@ -255,6 +267,10 @@ class Prefetcher:
         if done.seconds and len(self.tiers.clients) > 1:
             contents.refuted.add(lost, now)
         self.tiers.count_read(client, sum(done.each))
+
+    def _may_yield(self, plan: PactPlan) -> bool:
+        """Whether the end of a plan for which blocks are read leaves room: all have arrived."""
+        return not any(self.is_arriving(pin.key) for pin in plan.leases)
 
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether `key` is being read from a tier."""

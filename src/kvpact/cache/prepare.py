@@ -19,7 +19,7 @@ from kvpact.cache.lookup import Availability, Limits, Lookup, Miss, Phase, Stage
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
-from kvpact.cache.waiting import Event, Facts, Told
+from kvpact.cache.waiting import Event, Facts, Queue, Told
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch
 from kvpact.identity.epochs import Epochs
@@ -70,26 +70,38 @@ class Planner:
     epochs: Epochs
     prefill: PrefillRate = field(init=False)
     """How fast the engine computes; a step tells it."""
+    queue: Queue = field(init=False)
     index: BlockIndex = field(init=False)
     tiers: TierSet = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefill = PrefillRate(2 * self.groups.block_size)
         self.index, self.tiers = self.reads.index, self.reads.tiers
+        self.queue = Queue(lambda: self.index.usable_slots, self.groups.block_size)
 
     # Prepare
 
     def still_waits(self, request_id: str, state: RequestState | None, computed_tokens: int) -> bool:
         """Whether a request was told "ask again later" and nothing has changed; if so, its plan is renewed."""
-        if state is None or state.waiting.told is not Told.LATER or self.tiers.has_completions:
+        if state is None or (facts := state.waiting.facts) is None or facts.computed_tokens != computed_tokens:
             return False
-        plan, now = self.ledger.find(request_id), self.tiers.clock()
-        facts = Facts(computed_tokens, self.tiers.completions, plan)
-        if state.waiting.facts != facts or not state.waiting.may_wait(now):
+        plan, now, behind = self.ledger.find(request_id), self.tiers.clock(), False
+        if plan is not facts.plan or now >= self._deadline(state):
+            return False
+        if state.waiting.told is Told.NO_ROOM:
+            behind = self.queue.lacks > 0
+            if not behind and facts.room != self.index.available_slots:
+                return False
+        if not behind and (self.tiers.has_completions or facts.completions != self.tiers.completions):
             return False
         if plan is not None:
             self.ledger.renew(plan, now)
+        self.queue.note(state.waiting)
         return True
+
+    def may_wait(self, state: RequestState | None) -> bool:
+        """Whether the request's deadline runs."""
+        return state is not None and state.waiting.until is not None and self.tiers.clock() < self._deadline(state)
 
     def begin_waiting(self, state: RequestState) -> None:
         """The request was told "ask again later" before it was asked for: its deadline runs."""
@@ -98,17 +110,22 @@ class Planner:
     def prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`: a match, or None for "ask again later"."""
         waiting = state.waiting
-        if waiting.told is Told.LATER:
+        if waiting.told in (Told.LATER, Told.NO_ROOM):
             waiting.note(Event.CHANGED)
+        waiting.claim = None
         answer = self._prepare(request, state, computed_tokens)
         if isinstance(answer, Wait) or not answer.num_tokens:
             self.load_budget.release(request.request_id)
         if isinstance(answer, ExternalKVMatch):
             waiting.note(Event.ANSWERED)
             return answer
-        facts = Facts(computed_tokens, self.tiers.completions, self.ledger.find(request.request_id))
-        until = self.tiers.clock() + self.config.prepare_deadline
-        waiting.note(Event.PUT_OFF if answer.put_off else Event.LATER, until, None if answer.put_off else facts)
+        plan, until = self.ledger.find(request.request_id), self.tiers.clock() + self.config.prepare_deadline
+        facts = Facts(computed_tokens, self.tiers.completions, plan, self.index.available_slots)
+        if answer.put_off:
+            waiting.note(Event.PUT_OFF, until)
+        else:
+            waiting.note(Event.NO_ROOM if answer.no_room else Event.LATER, until, facts)
+        self.queue.note(waiting)
         return None
 
     def decline(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> None:
@@ -188,6 +205,8 @@ class Planner:
         if isinstance(decision, Stage):
             if self._stage(probe, decision.end, available):
                 return Wait()
+            if self._waits_for_room(probe, decision.end, available):
+                return Wait(no_room=True)
             decision = decision.otherwise
         if decision.reason is MissReason.RECOMPUTE_FASTER and state.last_lookup != probe.start:
             self.tiers.metrics.add("declined_blocks", available.stored - max(available.resident, probe.start))
@@ -253,7 +272,7 @@ class Planner:
         """Time until which a request may wait for tiers."""
         if self.config.prepare_deadline <= 0:
             return -inf
-        return state.waiting.until if state.waiting.until is not None else inf
+        return state.waiting.deadline(self.prefill)
 
     def _find(self, state: RequestState, keys: Sequence[BlockKey], now: float, start: int = 0) -> Availability:
         """Where these blocks of a request are, of which the engine has those before `start`.
@@ -337,11 +356,12 @@ class Planner:
         if self.config.recompute_if_faster and available.by_tier and available.stored > first:
             seconds = self.reads.seconds_to_load(first, available.stored, available.by_tier)
             faster = self._computes_faster(available.stored - first, seconds)
+        not_found = MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED
         return Limits(
             self.config.min_match_blocks,
             has_news and state.waiting.told is not Told.PUT_OFF and self.tiers.budget.exhausted,
             faster,
-            MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED,
+            MissReason.NO_ROOM if state.waiting.ahead is not None else not_found,
         )
 
     def _computes_faster(self, blocks: int, seconds: float | None) -> bool:
@@ -353,14 +373,28 @@ class Planner:
     def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
         reach = self._fetch(probe, end, available)
-        if reach <= max(probe.start, available.resident):
+        if reach <= (first := max(probe.start, available.resident)):
             return False
+        probe.state.waiting.claim = self.reads.claim(first, end, available.by_tier, reach)
         keys, held = probe.keys[:reach], self.index.held_prefix(probe.keys, reach)
         if not any(map(self.reads.is_arriving, [*keys[held : held + 1], *probe.state.staged])):
             return False
         earlier = probe.plan.sources if probe.plan is not None else ()
         plan = self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
         plan.sources = self.reads.sources(available.by_tier, available.resident, earlier)
+        return True
+
+    def _waits_for_room(self, probe: _Probe, end: int, available: Availability) -> bool:
+        """Whether the request waits until others leave room for its blocks up to `end`; if none has any, none comes."""
+        waiting, first = probe.state.waiting, max(probe.start, available.resident)
+        if self.index.pinned_count <= (len(probe.plan.leases) if probe.plan is not None else 0):
+            return False
+        claim = self.reads.claim(first, end, available.by_tier, min(end, self.index.known_prefix(probe.keys)))
+        prefill = self.prefill if self.config.recompute_if_faster else None
+        if not self.queue.wait(waiting, claim, first - probe.start, prefill):
+            return False
+        if probe.plan is None:
+            self.ledger.end(probe.request_id, EndReason.SUPERSEDED)
         return True
 
     def _fetch(self, probe: _Probe, end: int, available: Availability) -> int:
@@ -378,7 +412,7 @@ class Planner:
             if groups.groups.chain is None:
                 reach = groups.know_rows(keys[:end])
             else:
-                reach = self.reads.fetch(keys, end, available.by_tier)
+                reach = self.reads.fetch(keys, end, available.by_tier, self.queue.room_to_read)
             if reach < end:
                 reach = groups.whole(reach) if groups.reads_all else 0
             if not reach:
@@ -386,7 +420,7 @@ class Planner:
             pins.append(self.index.pin(keys[reach - 1]))
             needed = [each for each in groups.hanging(state, reach, start) if not self.index.is_held(each.key)]
             missing = [each for each in needed if each.key not in self.index]
-            if not self.reads.fetch_hanging(missing, state.tier_lookup):
+            if (missing and self.queue.lacks) or not self.reads.fetch_hanging(missing, state.tier_lookup):
                 return 0
         finally:
             for pin in pins:

@@ -239,7 +239,7 @@ class Requests:
             state.keys = BlockKeys(*root, ahead=self.tokens_ahead)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
         state.side_keys.clear()
-        if state.waiting.told is Told.LATER:
+        if state.waiting.told in (Told.LATER, Told.NO_ROOM):
             state.waiting.note(Event.CHANGED)
         self.renamed(request_id, state, kept)
 

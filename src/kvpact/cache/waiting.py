@@ -1,9 +1,11 @@
 """What a request's last probe was told, and until when it may be told "ask again later": one state, one table.
 
 A request that finds something missing is told "ask again later", and the engine probes it in each step. Something can
-be missing in three places: the digests that its identity needs (the adapter knows), its turn in a step that many
-requests want (`StepBudget.has_turn` knows), and blocks in the tiers (`lookup.py` knows). All three tell it here, and
-all stop at one deadline: P11 counts the seconds that a request waits on kvpact, whatever it waits for.
+be missing in four places: the digests that its identity needs (the adapter knows), its turn in a step that many
+requests want (`StepBudget.has_turn` knows), blocks in the tiers (`lookup.py` knows), and room in memory to read them
+into (`Queue` knows). All four tell it here, and all stop at one deadline: P11 counts the seconds that a request waits
+on kvpact, whatever it waits for. Who waits for room waits for those before it, too, which the engine would have
+computed first: its deadline is later by the time that this would have taken.
 
 Rule 1: whoever changes what a request was told, or its deadline, calls `Waiting.note` with an event, and `TRANSITIONS`
 says what follows. The table is total: hooks of an engine come in any order, and a surprising one must cost a hit and
@@ -25,11 +27,12 @@ Under vLLM one request has five states that move together:
 4. its plan, in `Ledger`;
 5. the bytes of the step that it was promised, in `LoadBudget`, until the step ends.
 
-(1) and (2) are kept here. They are coupled: who is told LATER or PUT_OFF has a deadline, so what ends the deadline
-(ANEW) makes these two NOTHING. A deadline, once begun, is never moved by being told again: a request that changes its
-range, or waits first for its identity, then for its turn, then for a tier, waits once. (1) and (4) are coupled by
-`Facts`: LATER holds while the plan is the one of then, no tier has completed anything, and the engine has as many
-tokens. While it holds, a probe costs one comparison. PUT_OFF has no facts, because the next step answers whatever has
+(1) and (2) are kept here. They are coupled: who is told LATER, NO_ROOM or PUT_OFF has a deadline, so what ends the
+deadline (ANEW) makes these three NOTHING. A deadline, once begun, is never moved by being told again: a request that
+changes its range, or waits first for its identity, then for its turn, then for a tier, waits once. (1) and (4) are
+coupled by `Facts`: LATER holds while the plan is the one of then, no tier has completed anything, and the engine has as
+many tokens. While it holds, a probe costs one comparison. NO_ROOM holds while the room is the same, too, and for who
+waits behind another that lacks room in any case. PUT_OFF has no facts, because the next step answers whatever has
 changed. (2) and (4): reads for a PENDING plan end at the request's deadline; the ledger has none of its own for them.
 (2) and (3): a request whose reads did not bring what was wanted stops waiting (OVER), so that it does not begin anew,
 and its lookups are given up; what tiers answer later is there for others.
@@ -60,11 +63,14 @@ Not here: what waits for a later step but is no request (`StepBudget`), loads un
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 from kvpact.cache.jobs import PactPlan
 from kvpact.errors import PactViolation
+from kvpact.tiers.costs import PrefillRate
 
 MIN_IDENTITY_SECONDS = 0.05
 """Seconds for which a request waits for a digest even where it waits for nothing else: a look at an adapter's files
@@ -76,6 +82,7 @@ class Told(StrEnum):
 
     NOTHING = "nothing"
     LATER = "later"
+    NO_ROOM = "no room"
     PUT_OFF = "put off"
     DECLINED = "declined"
     ANSWERED = "answered"
@@ -85,6 +92,7 @@ class Event(StrEnum):
     """What happens to a request that waits, or may; the value is its text in docs/architecture.md."""
 
     LATER = "a digest or a tier has not answered its probe"
+    NO_ROOM = "memory has no room yet for what a tier can supply"
     PUT_OFF = "the step has no time for its probe"
     DECLINED = "the step has no time, and the deadline is over"
     ANSWERED = "its probe gets a match, or a miss"
@@ -98,16 +106,17 @@ _STAYS = {told: told for told in Told}
 
 TRANSITIONS: dict[Event, dict[Told, Told]] = {
     Event.LATER: dict.fromkeys(Told, Told.LATER),
+    Event.NO_ROOM: dict.fromkeys(Told, Told.NO_ROOM),
     Event.PUT_OFF: dict.fromkeys(Told, Told.PUT_OFF),
     Event.DECLINED: dict.fromkeys(Told, Told.DECLINED),
     Event.ANSWERED: dict.fromkeys(Told, Told.ANSWERED),
     Event.AHEAD: _STAYS,
-    Event.CHANGED: _STAYS | {Told.LATER: Told.NOTHING},
+    Event.CHANGED: _STAYS | dict.fromkeys((Told.LATER, Told.NO_ROOM), Told.NOTHING),
     Event.OVER: _STAYS,
-    Event.ANEW: _STAYS | {Told.LATER: Told.NOTHING, Told.PUT_OFF: Told.NOTHING},
+    Event.ANEW: _STAYS | dict.fromkeys((Told.LATER, Told.NO_ROOM, Told.PUT_OFF), Told.NOTHING),
 }
 
-BEGINS, SETS = {Event.LATER, Event.PUT_OFF, Event.AHEAD}, {Event.OVER, Event.ANEW}
+BEGINS, SETS = {Event.LATER, Event.NO_ROOM, Event.PUT_OFF, Event.AHEAD}, {Event.OVER, Event.ANEW}
 """The events with which a deadline begins, unless it has begun, and those that end it: at once, or as if it had not
 begun."""
 
@@ -119,6 +128,18 @@ class Facts(NamedTuple):
     completions: int
     """How many completions of tiers `TierSet` has counted."""
     plan: PactPlan | None
+    room: int = 0
+    """Slots of memory that were free, or that nothing needed; of NO_ROOM."""
+
+
+class Claim(NamedTuple):
+    """What one request waits to have read from tiers into memory."""
+
+    blocks: int
+    seconds: float
+    """That the tiers take for it; 0 if that is unknown."""
+    lacks: int
+    """Blocks for which there was no room yet."""
 
 
 class Waiting:
@@ -131,15 +152,27 @@ class Waiting:
     until: float | None = None
     """Time until which it may be told "ask again later", for whatever reason; None before it is."""
     facts: Facts | None = None
-    """What the cache knew when it told it LATER."""
+    """What the cache knew when it told it LATER, or NO_ROOM."""
+    claim: Claim | None = None
+    """What is read for it, or will be."""
+    ahead: int | None = None
+    """Tokens that the engine would have computed before it when it was first told NO_ROOM."""
 
     def note(self, event: Event, until: float | None = None, facts: Facts | None = None) -> None:
-        """Something happens. `until` is when a deadline ends that begins with it, `facts` are those of LATER."""
+        """Something happens. `until` is when a deadline ends that begins with it, `facts` are those of the answer."""
         self.told = TRANSITIONS[event][self.told]
-        if event is Event.LATER or self.told is not Told.LATER:
+        if event in (Event.LATER, Event.NO_ROOM) or self.told not in (Told.LATER, Told.NO_ROOM):
             self.facts = facts
+        if event is Event.ANEW:
+            self.ahead = None
         if event in SETS or (event in BEGINS and self.until is None):
             self.until = until
+
+    def deadline(self, prefill: PrefillRate) -> float:
+        """When its deadline ends: later by the time in which the engine would compute what is `ahead`."""
+        if self.until is None:
+            return inf
+        return self.until + prefill.seconds_for(self.ahead) if self.ahead else self.until
 
     def may_wait(self, now: float) -> bool:
         """Whether its deadline has not passed."""
@@ -147,5 +180,65 @@ class Waiting:
 
     def check(self) -> None:
         """Verify that who waits has a deadline; raises PactViolation."""
-        if self.told in (Told.LATER, Told.PUT_OFF) and self.until is None:
+        if self.told in (Told.LATER, Told.NO_ROOM, Told.PUT_OFF) and self.until is None:
             raise PactViolation(f"a request was told '{self.told}', and nobody knows until when")
+
+
+class Queue:
+    """Requests that wait for reads into memory, in the order in which the running step asks about them; their share.
+
+    Engines ask about those first that they admit first. So while one waits for room nobody who is asked about after it
+    in the step reads anything, and who is asked about again takes the room of plans of which the step has not asked.
+    """
+
+    def __init__(self, usable: Callable[[], int], block_size: int) -> None:
+        """`usable` tells how many slots memory hands out; a block has `block_size` tokens."""
+        self._usable, self._block_size = usable, block_size
+        self._blocks, self._seconds, self.lacks = 0, 0.0, 0
+        """The sums of the claims of those that the step has asked about."""
+
+    def note(self, waiting: Waiting) -> None:
+        """The request was told "ask again later": if it waits for reads, those asked about later come after it."""
+        if (claim := waiting.claim) is not None:
+            self._blocks += claim.blocks
+            self._seconds += claim.seconds
+            self.lacks += claim.lacks
+
+    def end_step(self) -> None:
+        """The next step asks from the head of the queue."""
+        self._blocks, self._seconds, self.lacks = 0, 0.0, 0
+
+    @property
+    def _share(self) -> int:
+        """Slots that reads leave to saves, and saves to reads: a quarter of memory."""
+        return self._usable() // 4
+
+    def room_to_read(self, available: int) -> int:
+        """How many of the `available` slots the request that is asked about now may have read into.
+
+        The first that waits may have all.
+        """
+        if self.lacks:
+            return 0
+        return max(0, available - self._share) if self._blocks else available
+
+    def room_to_save(self, available: int) -> int:
+        """How many of the `available` slots a save of this step may have: reads that lack room get their share."""
+        held = self._blocks - self.lacks
+        return max(0, available - max(0, self._share - held)) if self.lacks else available
+
+    def wait(self, waiting: Waiting, claim: Claim, resident: int, prefill: PrefillRate | None) -> bool:
+        """Whether the request that is asked about now should wait until there is room for its `claim`.
+
+        It should if tiers supply that, and what those before it wait for, sooner than the engine computes as much. If
+        memory has more of its prompt, `resident` blocks, than it lacks, it waits no longer than it would compute.
+        Without `prefill`, or while its speed is unknown, it waits.
+        """
+        before = 0 if resident > claim.blocks else self._blocks
+        computing = prefill.seconds_for((before + claim.blocks) * self._block_size) if prefill is not None else 0.0
+        if computing and self._seconds + claim.seconds > computing:
+            return False
+        waiting.claim = claim
+        if waiting.ahead is None:
+            waiting.ahead = self._blocks * self._block_size
+        return True

@@ -205,6 +205,11 @@ class BlockIndex:
         return sum(map(len, self.space.free))
 
     @property
+    def available_slots(self) -> int:
+        """Slots that are free, or whose blocks nothing needs."""
+        return self.free_slots + sum(self._table.evictable)
+
+    @property
     def waiting_slots(self) -> int:
         """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
         states = self._table.state[: self.usable_slots] if self._table.is_plain else self._table.state

@@ -93,8 +93,12 @@ class PrefillRate:
                 self._rate.add(computed, now - began)
         self._step = (now, tokens) if tokens >= self._least else None
 
+    def seconds_for(self, tokens: int) -> float:
+        """How long the engine computes so many tokens; 0 if that is unknown."""
+        return tokens / self.tokens_per_second if self.tokens_per_second else 0.0
+
     def is_faster(self, tokens: int, load_seconds: float | None) -> bool:
         """Whether computing `tokens` is faster than loading them; False if either time is unknown."""
         if load_seconds is None or not self.tokens_per_second:
             return False
-        return tokens / self.tokens_per_second < load_seconds
+        return self.seconds_for(tokens) < load_seconds

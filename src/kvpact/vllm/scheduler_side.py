@@ -194,7 +194,7 @@ class SchedulerSide:
             waiting.note(Event.LATER, now + max(deadline, MIN_IDENTITY_SECONDS))
             return None
         if not self._budget.has_turn(waiting, deadline, cache):
-            if waiting.told is not Told.DECLINED:
+            if waiting.told is not Told.DECLINED or cache.may_wait(view.request_id):
                 return None
             cache.decline_external_match(view, num_computed_tokens)
             return NO_MATCH
