@@ -146,6 +146,17 @@ def test_p11_a_disk_that_hangs_costs_each_request_its_deadline_and_no_more_than_
         assert answered[request.request_id] <= 1.0 + number * own + 0.05
 
 
+def test_while_nobody_knows_how_fast_the_engine_computes_the_queue_waits_as_long_as_it_moves(tmp_path: Path) -> None:
+    scene = Crowd(tmp_path, 8, in_memory=1, prepare_deadline="1s")
+    crowd = [prompt(f"r{seed}", seed) for seed in range(8)]
+    waiting = list(crowd)
+    for _ in range(60):
+        for request in scene.step(waiting):
+            waiting.remove(request)
+        scene.now += 0.3
+    assert scene.read == [request.request_id for request in crowd]
+
+
 def test_a_save_has_its_share_while_others_wait_for_room(tmp_path: Path) -> None:
     scene = Crowd(tmp_path, 6, in_memory=4)
     crowd = [prompt(f"r{seed}", seed) for seed in range(6)]

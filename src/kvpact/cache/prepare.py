@@ -272,7 +272,7 @@ class Planner:
         """Time until which a request may wait for tiers."""
         if self.config.prepare_deadline <= 0:
             return -inf
-        return state.waiting.deadline(self.prefill)
+        return state.waiting.deadline(self.prefill, self.queue.moved_at + self.config.prepare_deadline)
 
     def _find(self, state: RequestState, keys: Sequence[BlockKey], now: float, start: int = 0) -> Availability:
         """Where these blocks of a request are, of which the engine has those before `start`.
@@ -376,6 +376,8 @@ class Planner:
         if reach <= (first := max(probe.start, available.resident)):
             return False
         probe.state.waiting.claim = self.reads.claim(first, end, available.by_tier, reach)
+        if probe.state.waiting.ahead is not None:
+            self.queue.moved_at = probe.now
         keys, held = probe.keys[:reach], self.index.held_prefix(probe.keys, reach)
         if not any(map(self.reads.is_arriving, [*keys[held : held + 1], *probe.state.staged])):
             return False

@@ -168,11 +168,15 @@ class Waiting:
         if event in SETS or (event in BEGINS and self.until is None):
             self.until = until
 
-    def deadline(self, prefill: PrefillRate) -> float:
-        """When its deadline ends: later by the time in which the engine would compute what is `ahead`."""
-        if self.until is None:
-            return inf
-        return self.until + prefill.seconds_for(self.ahead) if self.ahead else self.until
+    def deadline(self, prefill: PrefillRate, moves_until: float) -> float:
+        """When its deadline ends: later by the time in which the engine would compute what is `ahead`.
+
+        While that is unknown, not before `moves_until`.
+        """
+        if self.until is None or not self.ahead:
+            return inf if self.until is None else self.until
+        seconds = prefill.seconds_for(self.ahead)
+        return self.until + seconds if seconds else max(self.until, moves_until)
 
     def may_wait(self, now: float) -> bool:
         """Whether its deadline has not passed."""
@@ -196,6 +200,8 @@ class Queue:
         self._usable, self._block_size = usable, block_size
         self._blocks, self._seconds, self.lacks = 0, 0.0, 0
         """The sums of the claims of those that the step has asked about."""
+        self.moved_at = -inf
+        """When somebody who had waited for room last got some."""
 
     def note(self, waiting: Waiting) -> None:
         """The request was told "ask again later": if it waits for reads, those asked about later come after it."""
