@@ -381,6 +381,50 @@ class SaysLaterForEver(ReferenceCache):
         return None if match is not None and match.num_tokens else match
 
 
+class _Crowded(ReferenceCache):
+    """Keeps some waiting who have a match. `living` are all requests that wait or run, in the order they came."""
+
+    living: tuple[EngineRequest, ...] = ()
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        self.living = (*self.living, request)
+
+    def request_finished(self, request_id: str) -> None:
+        self.living = tuple(each for each in self.living if each.request_id != request_id)
+        super().request_finished(request_id)
+
+    def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
+        match = super().prepare_external_match(request, num_computed_tokens)
+        return None if match is not None and match.num_tokens and self.passes_over(request) else match
+
+    def passes_over(self, request: EngineRequest) -> bool:
+        return False
+
+
+class ServesTheLastFirst(_Crowded):
+    """Who came last gets room first: while others are there, the queue's head waits."""
+
+    def passes_over(self, request: EngineRequest) -> bool:
+        return request.request_id not in {each.request_id for each in self.living[-4:]}
+
+
+class DropsSavesWhileOthersLoad(ReferenceCache):
+    """What is loaded or promised takes all room: what requests compute meanwhile is not saved."""
+
+    def note_computed(
+        self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        if not self.loading and not self.plans:
+            super().note_computed(request, num_computed_tokens, block_ids)
+
+
+class ServesTheLargerTenantFirst(_Crowded):
+    """While most requests are of one tenant, those of others wait."""
+
+    def passes_over(self, request: EngineRequest) -> bool:
+        return sum(other.identity == request.identity for other in self.living) * 2 < len(self.living)
+
+
 class AsksItsStore(ReferenceCache):
     """Lookups go to a store over the network, on the scheduler's thread."""
 
@@ -674,5 +718,8 @@ BROKEN: dict[type[ReferenceCache], str] = {
     SwitchesLoadsToAnotherBlock: "P4",
     GivesLateBlocksAway: "H07",
     WaitsForLoadsForEver: "P11 H10",
+    ServesTheLastFirst: "P11",
+    DropsSavesWhileOthersLoad: "P12",
+    ServesTheLargerTenantFirst: "P14",
 }
 """What each breaks, by every name under which the kit must report it."""

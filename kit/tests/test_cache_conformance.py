@@ -1,4 +1,4 @@
-"""kvpact's own cache and the engine's reference keep the pact, and the kit finds 44 caches that do not."""
+"""kvpact's own cache and the engine's reference keep the pact, and the kit finds 47 caches that do not."""
 
 from __future__ import annotations
 

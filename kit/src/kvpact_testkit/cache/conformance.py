@@ -15,6 +15,7 @@ from kvpact_testkit.cache.checks_epochs import EpochChecks
 from kvpact_testkit.cache.checks_failures import FailureChecks
 from kvpact_testkit.cache.checks_groups import GroupChecks
 from kvpact_testkit.cache.checks_promises import PromiseChecks
+from kvpact_testkit.cache.checks_queue import QueueChecks
 from kvpact_testkit.cache.subjects import CacheContext, CacheFactory, CacheUnderTest
 from kvpact_testkit.results import Check, ConformanceReport
 from kvpact_testkit.suite import run_suite
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, EpochChecks, GroupChecks):
+class CacheConformance(PromiseChecks, FailureChecks, BoundChecks, QueueChecks, EpochChecks, GroupChecks):
     """Inherit this class and define how your cache is made: the whole pact is checked on the embedded engine.
 
         class TestMyCache(CacheConformance):
