@@ -239,3 +239,7 @@ def test_told_no_room_is_said_again_at_the_cost_of_a_comparison(tmp_path: Path) 
         assert scene.cache.prepare_external_match(request, 0) is None
     scene.cache.end_step()
     assert all(scene.cache.still_waits(request.request_id, 0) for request in crowd)
+    assert all(scene.cache.may_wait(request.request_id) for request in crowd)
+    scene.now += 60
+    assert not any(scene.cache.still_waits(request.request_id, 0) for request in crowd)
+    assert not any(scene.cache.may_wait(request.request_id) for request in crowd)

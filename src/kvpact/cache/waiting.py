@@ -244,7 +244,7 @@ class Queue:
         computing = prefill.seconds_for((before + claim.blocks) * self._block_size) if prefill is not None else 0.0
         if computing and self._seconds + claim.seconds > computing:
             return False
-        waiting.claim = claim
+        waiting.claim = claim._replace(lacks=max(1, claim.lacks))  # of another KV cache group, if not of the chain
         if waiting.ahead is None:
             waiting.ahead = self._blocks * self._block_size
         return True
