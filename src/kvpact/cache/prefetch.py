@@ -193,6 +193,10 @@ class Prefetcher:
         """What a request waits for that wants blocks [start, end), of which those before `reach` have room."""
         return Claim(end - start, self.seconds_to_load(start, end, by_tier) or 0.0, end - max(start, reach))
 
+    def hang(self, start: int, by_tier: Sequence[int]) -> bool:
+        """Whether a tier that can supply blocks from `start` on hangs, which may keep its slots for long."""
+        return any(end > start and client.hangs for client, end in zip(self.tiers.clients, by_tier, strict=True))
+
     @property
     def lookup_seconds(self) -> float:
         """Seconds that the quickest shared tier takes for a lookup; 0 if unknown."""

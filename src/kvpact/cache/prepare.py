@@ -90,7 +90,7 @@ class Planner:
             return False
         if state.waiting.told is Told.NO_ROOM:
             behind = self.queue.lacks > 0
-            if not behind and facts.room != self.index.available_slots:
+            if not behind and (facts.room != self.index.available_slots or self.tiers.hangs):
                 return False
         if not behind and (self.tiers.has_completions or facts.completions != self.tiers.completions):
             return False
@@ -389,7 +389,8 @@ class Planner:
     def _waits_for_room(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Whether the request waits until others leave room for its blocks up to `end`; if none has any, none comes."""
         waiting, first = probe.state.waiting, max(probe.start, available.resident)
-        if self.index.pinned_count <= (len(probe.plan.leases) if probe.plan is not None else 0):
+        held = len(probe.plan.leases) if probe.plan is not None else 0
+        if self.index.pinned_count <= held or self.reads.hang(first, available.by_tier):
             return False
         claim = self.reads.claim(first, end, available.by_tier, min(end, self.index.known_prefix(probe.keys)))
         prefill = self.prefill if self.config.recompute_if_faster else None

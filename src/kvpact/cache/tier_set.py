@@ -135,6 +135,11 @@ class TierSet:
         return len(self._under_way)
 
     @property
+    def hangs(self) -> bool:
+        """Whether one of them has an overdue operation."""
+        return any(client.hangs for client in self.clients)
+
+    @property
     def has_completions(self) -> bool:
         """Whether `poll` would take in anything now."""
         return self._polled < POLL_SECONDS and any(client.has_completions for client in self.clients)

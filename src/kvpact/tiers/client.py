@@ -176,6 +176,11 @@ class TierClient:
         return self.is_awaited or self._stuck or self.deletions.lost_count
 
     @property
+    def hangs(self) -> bool:
+        """Whether an operation is overdue and has not ended."""
+        return bool(self._timed_out)
+
+    @property
     def lent(self) -> int:
         """Slots that it may keep for long: those of reads and, while a write hangs, those of writes."""
         return sum(self._lent_reads.values()) + (sum(self._lent_writes.values()) if self._writes_stuck else 0)
