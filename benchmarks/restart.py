@@ -35,10 +35,10 @@ from benchmarks.restart_stores import (
     PEERS,
     STORES,
     Life,
-    Servers,
     absent,
     bound_bytes,
     can_hang,
+    children,
     disk_bytes,
     flip_bits,
     folder_of,
@@ -160,9 +160,9 @@ class Restart:
                     found.notes += (f"third life: {str(error).splitlines()[0][:160]}",)
 
     def _third_life(self, subject: Subject, store: Path, folder: Path, stack: ExitStack, *, flips: int) -> None:
-        found, prompts, servers = self.found[subject.name], self._asked.again, Servers()
+        found, prompts, before = self.found[subject.name], self._asked.again, children()
         settings = subject.configure(self._run, stack, folder)
-        servers.note()
+        servers = children() - before
         engine = self._run.kind(settings, folder / "log")
         stack.callback(engine.kill)
         engine.wait_ready()
@@ -179,7 +179,7 @@ class Restart:
             found.notes += ("this machine cannot make a disk hang: it takes root and cgroup v1",)
             return
         self._drop_page_cache()
-        answered, taken = 0, time.monotonic()
+        answered, began = 0, time.monotonic()
         with hanging(subject.peer, store, engine, servers):
             try:
                 for prompt in prompts:
@@ -188,7 +188,7 @@ class Restart:
             except EngineError as error:
                 found.notes += (f"hang: {str(error).splitlines()[0].partition(';')[0][:80]}",)
         found.failed = len(prompts) - answered
-        say(f"{subject.name}: {answered} of {len(prompts)} answered in {time.monotonic() - taken:.1f} s of a hang")
+        say(f"{subject.name}: {answered} of {len(prompts)} answered in {time.monotonic() - began:.1f} s of a hang")
 
     def _begin(self, stack: ExitStack, life: str, which: Sequence[Subject]) -> tuple[list[Runner], Comparison]:
         run = replace(self._run, folder=self._run.folder.with_name(life))

@@ -10,7 +10,7 @@ import random
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,13 +29,11 @@ from kvpact.config import load_config
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.phases import class_arguments
 
-CALM: dict[str, object] = {}
-"""What LMCache's client waits for where no engine stands still: its own defaults."""
-
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """`first`: with host memory for all prompts, else for the longest. `alone`: no other engine takes turns with it."""
+    """`first`: with host memory for all prompts, else for the longest. `alone`: nothing makes it stand still, so that
+    a peer's own time limits hold."""
 
     first: bool = False
     alone: bool = False
@@ -61,9 +59,7 @@ def _kvpact(life: Life) -> Configure:
             "stats_file": str(folder / "stats.json"),
         }
         found = run.settings(load_config(settings, {}).kv_transfer_config())
-        return EngineSettings(
-            found.model, found.kv_transfer_config, {**found.arguments, **class_arguments()}, found.environment
-        )
+        return replace(found, arguments={**found.arguments, **class_arguments()})
 
     return configure
 
@@ -81,8 +77,8 @@ def _lmcache(life: Life) -> Configure:
     def configure(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
         adapter = f'{{"type": "fs", "base_path": "{folder_of(run, "lmcache")}"}}'
         size = 2 * (run.all_bytes if life.first else run.longest_bytes) / GIB
-        more = ("--l1-size-gb", size, "--l1-init-size-gb", size, "--l2-adapter", adapter)
-        server = LMCache("lmcache_driven", more, CALM) if life.alone else LMCache("lmcache_driven", more)
+        more = ("--l1-size-gb", size, "--l2-adapter", adapter)
+        server = LMCache("lmcache_driven", more, {}) if life.alone else LMCache("lmcache_driven", more)
         return server(run, stack, folder)
 
     return configure
@@ -157,19 +153,8 @@ def flip_bits(store: Path, share: float, seed: int = 0) -> int:
     return flips
 
 
-@dataclass(slots=True)
-class Servers:
-    """Processes that this one has started while an engine was configured: its servers."""
-
-    before: set[int] = field(default_factory=lambda: _children())
-    pids: set[int] = field(default_factory=set)
-
-    def note(self) -> None:
-        """All that are new since this was made."""
-        self.pids = _children() - self.before
-
-
-def _children() -> set[int]:
+def children() -> set[int]:
+    """Processes that this one has started."""
     texts = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
     return {int(word) for text in texts for word in text.split()}
 
@@ -182,7 +167,7 @@ def can_hang(peer: str) -> bool:
 
 
 @contextmanager
-def hanging(peer: str, store: Path, engine: EngineProcess, servers: Servers) -> Iterator[None]:
+def hanging(peer: str, store: Path, engine: EngineProcess, servers: set[int]) -> Iterator[None]:
     """Meanwhile the store answers nothing."""
     from stalled_disk import stalled_disk
 
@@ -190,11 +175,11 @@ def hanging(peer: str, store: Path, engine: EngineProcess, servers: Servers) -> 
         with stalled_disk(store, engine.processes()):
             yield
         return
-    for pid in servers.pids:
+    for pid in servers:
         os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in servers.pids:
+        for pid in servers:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

@@ -7,6 +7,7 @@ cache is answered as ever, so drop it before. Needs root.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,9 @@ LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 def can_stall() -> bool:
     """Whether this machine has what it takes."""
     return os.access(GROUPS / LIMITS[0], os.W_OK)
+
+
+LEAVING_SECONDS = 30.0
 
 
 @contextmanager
@@ -35,9 +39,21 @@ def stalled_disk(place: Path, processes: Iterable[int]) -> Iterator[None]:
     finally:
         for limit in LIMITS:
             (group / limit).write_text(f"{name} 0")
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """A process that was killed in the middle of a read leaves when that is over."""
+    until = time.monotonic() + LEAVING_SECONDS
+    while group.exists():
         for left in (group / "cgroup.procs").read_text().split():
             _move(int(left), GROUPS)
-        group.rmdir()
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 def _move(process: int, group: Path) -> None:
