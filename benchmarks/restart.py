@@ -20,12 +20,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
-
-from msgspec import ValidationError
 
 from benchmarks.e2e import SHORTEST, Asked, Comparison, run_of, say
 from benchmarks.e2e_engines import NO_CACHE, WAYS_TO_GET, Run, Subject, engines_with_room
@@ -36,6 +34,7 @@ from benchmarks.restart_stores import (
     STORES,
     Life,
     absent,
+    answer,
     bound_bytes,
     can_hang,
     children,
@@ -44,9 +43,10 @@ from benchmarks.restart_stores import (
     folder_of,
     hanging,
     subjects,
+    wait_written,
 )
 from benchmarks.table import spread
-from kvpact_testkit.demo.engine import EngineError, EngineProcess
+from kvpact_testkit.demo.engine import EngineError
 from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.phases import drop_page_cache, settle
 
@@ -55,7 +55,6 @@ find_testbeds()
 FLIPPED = 1e-7
 """Share of all bits: three or four in each block of 4 MiB."""
 WARM_UP = Prompt(SHORTEST, -1, [*range(20, 300)])
-QUIET_SECONDS, WRITTEN_SECONDS = 2.0, 60.0
 PINNED = "vllm:kv_offload_cpu_cache_usage_perc"
 
 
@@ -69,8 +68,8 @@ class Readings:
     warm: Sequence[Warm] = ()
     first: Sequence[Warm] = ()
     """The first round after the restart."""
-    restart: Sequence[Warm] = ()
-    cached: Sequence[Warm] = ()
+    restart: list[Warm] = field(default_factory=list)
+    cached: list[Warm] = field(default_factory=list)
     bytes_on_disk: int | None = None
     leases: float | None = None
     wrong: int | None = None
@@ -96,14 +95,14 @@ class Restart:
             lives.ask_warm(runners, {})
             none = self._cold(lives, NO_CACHE.name)
             for runner in runners:
-                found = self.found[runner.name]
-                found.cold = [one.ttft_ms for one in self._cold(lives, runner.name).values()]
-                found.beside = [one.ttft_ms for one in none.values()]
+                found, cold = self.found[runner.name], self._cold(lives, runner.name)
+                found.cold = [one.ttft_ms for one in cold.values()]
+                found.beside = [none[name].ttft_ms for name in cold]
                 found.warm = self._warm(lives, runner)
                 store = folder_of(self._run, self._peer(runner.name))
                 if runner.name != NO_CACHE.name and not runner.failure:
                     with runner.turn():
-                        _wait_written(runner, store)
+                        wait_written(runner.engine, store)
                 runner.end(in_order=True)
                 found.bytes_on_disk = disk_bytes(store) if store.exists() else None
 
@@ -112,9 +111,8 @@ class Restart:
         with ExitStack() as stack:
             runners, lives = self._begin(stack, "second", subjects(self._peers, Life()))
             lives.ask_cold(runners[:1], None)
-            self.found[NO_CACHE.name].first = [
-                Warm(one.ttft_ms, 0.0, 0, "") for one in self._cold(lives, NO_CACHE.name).values()
-            ][-len(self._asked.again) :]
+            cold = [Warm(one.ttft_ms, 0.0, 0, "") for one in self._cold(lives, NO_CACHE.name).values()]
+            self.found[NO_CACHE.name].first = cold[-len(self._asked.again) :]
             for number in range(rounds):
                 say(f"after the restart, round {number + 1} of {rounds}")
                 if not number % 2:
@@ -123,11 +121,8 @@ class Restart:
                 lives.ask_warm(runners, {})
                 for runner in runners[1:]:
                     found, warm = self.found[runner.name], self._warm(lives, runner)
-                    found.first = found.first or warm
-                    if number % 2:
-                        found.cached = [*found.cached, *warm]
-                    else:
-                        found.restart = [*found.restart, *warm]
+                    found.first = found.first or list(warm)
+                    (found.cached if number % 2 else found.restart).extend(warm)
             self.local_ms = list(lives.local[self._asked.again[0].tokens])
             for runner in runners:
                 if not runner.failure:
@@ -168,12 +163,12 @@ class Restart:
         engine.wait_ready()
         self._drop_page_cache()
         engine.generate([WAKE_UP], max_tokens=1)
-        answers = [_answer(engine, prompt) for prompt in prompts]
+        answers = [answer(engine, prompt) for prompt in prompts]
         if flips:
             right = [self._answers[prompt.name].tokens for prompt in prompts]
             found.wrong = sum(one is None or one.tokens != other for one, other in zip(answers, right, strict=True))
         settle(engine)
-        time.sleep(QUIET_SECONDS)
+        wait_written(engine, store)
         engine.reset_prefix_cache()
         if not can_hang(subject.peer):
             found.notes += ("this machine cannot make a disk hang: it takes root and cgroup v1",)
@@ -214,31 +209,11 @@ class Restart:
         return next((peer for peer, (other, _) in STORES.items() if other == name), "none")
 
 
-def _answer(engine: EngineProcess, prompt: Prompt) -> Output | None:
-    """None if its log-probabilities are no numbers."""
-    try:
-        (output,) = engine.generate([prompt.ids])
-    except ValidationError:
-        return None
-    return output
-
-
-def _wait_written(runner: Runner, store: Path) -> None:
-    """Until the store has not grown for a while; the engine takes steps meanwhile, in which some write."""
-    until = time.monotonic() + WRITTEN_SECONDS
-    size, since = -1, time.monotonic()
-    while time.monotonic() < min(until, since + QUIET_SECONDS):
-        if (now := disk_bytes(store)) != size:
-            size, since = now, time.monotonic()
-        time.sleep(0.2)
-        runner.engine.generate([WAKE_UP], max_tokens=1)
-
-
 def row(name: str, tokens: int, found: Readings, local_ms: Sequence[float], bound: int | None) -> dict[str, Any]:
     """What was seen of one engine; `local_ms` are prefix hits of the engine without a cache."""
     shown: dict[str, Any] = {"what": name, "tokens": tokens}
     if found.cold:
-        shown |= {"cold_ms": round(median(found.cold), 1)}
+        shown["cold_ms"] = round(median(found.cold), 1)
     if name == NO_CACHE.name:
         times = [one.ttft_ms for one in found.first]
         shown |= times_of(times) | {"local_ms": round(median(local_ms), 1), "hits": 0.0}

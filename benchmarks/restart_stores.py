@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from msgspec import ValidationError
 
 from benchmarks.e2e_engines import (
     GIB,
@@ -25,9 +28,14 @@ from benchmarks.e2e_engines import (
     Subject,
     is_there,
 )
+from benchmarks.e2e_runs import WAKE_UP, Prompt
 from kvpact.config import load_config
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.phases import class_arguments
+
+QUIET_SECONDS, WRITTEN_SECONDS = 2.0, 60.0
+"""A store that has not grown for so long is written; until when one waits for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +144,26 @@ def disk_bytes(store: Path) -> int:
         with suppress(FileNotFoundError):
             total += path.stat().st_blocks * 512
     return total
+
+
+def answer(engine: EngineProcess, prompt: Prompt) -> Output | None:
+    """None if its log-probabilities are no numbers."""
+    try:
+        (output,) = engine.generate([prompt.ids])
+    except ValidationError:
+        return None
+    return output
+
+
+def wait_written(engine: EngineProcess, store: Path) -> None:
+    """Until the store has not grown for a while; the engine takes steps meanwhile, in which some write."""
+    until = time.monotonic() + WRITTEN_SECONDS
+    size, since = -1, time.monotonic()
+    while time.monotonic() < min(until, since + QUIET_SECONDS):
+        if (now := disk_bytes(store)) != size:
+            size, since = now, time.monotonic()
+        time.sleep(0.2)
+        engine.generate([WAKE_UP], max_tokens=1)
 
 
 def flip_bits(store: Path, share: float, seed: int = 0) -> int:
