@@ -151,7 +151,7 @@ class Restart:
             with ExitStack() as stack:
                 try:
                     self._third_life(subject, store, folder, stack, flips=flips)
-                except (EngineError, RuntimeError) as error:
+                except (EngineError, RuntimeError, OSError) as error:
                     found.notes += (f"third life: {str(error).splitlines()[0][:160]}",)
 
     def _third_life(self, subject: Subject, store: Path, folder: Path, stack: ExitStack, *, flips: int) -> None:
