@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from select import select
 
 import pytest
 
@@ -41,17 +41,16 @@ def test_a_stalled_disk_answers_nobody_until_it_goes_on(tmp_path: Path) -> None:
     descriptor = os.open(file, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    read = "import sys; sys.stdin.readline(); print(len(open(sys.argv[1], 'rb').read()), flush=True)"
-    command = [sys.executable, "-c", read, str(file)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-        with stalled_disk(tmp_path, [reader.pid]):
-            assert reader.stdin is not None
-            reader.stdin.write("\n")
-            reader.stdin.flush()
-            time.sleep(1.0)
-            assert reader.poll() is None
+    read = "input(); print('begun', flush=True); print(len(open(sys.argv[1], 'rb').read()), flush=True)"
+    command = [sys.executable, "-c", f"import sys; {read}", str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as reader:
+        assert reader.stdin is not None
         assert reader.stdout is not None
-        assert reader.stdout.readline() == f"{1 << 20}\n"
+        with stalled_disk(tmp_path, [reader.pid]):
+            reader.stdin.write(b"\n")
+            assert reader.stdout.read(6) == b"begun\n"
+            assert select([reader.stdout], [], [], 1.0)[0] == []
+        assert reader.stdout.read(8) == b"1048576\n"
     os.close(descriptor)
 
 
