@@ -48,9 +48,9 @@ def test_a_stalled_disk_answers_nobody_until_it_goes_on(tmp_path: Path) -> None:
         assert reader.stdout is not None
         with stalled_disk(tmp_path, [reader.pid]):
             reader.stdin.write(b"\n")
-            assert reader.stdout.read(6) == b"begun\n"
+            assert reader.stdout.readline() == b"begun\n"
             assert select([reader.stdout], [], [], 1.0)[0] == []
-        assert reader.stdout.read(8) == b"1048576\n"
+        assert reader.stdout.readline() == b"1048576\n"
     os.close(descriptor)
 
 
