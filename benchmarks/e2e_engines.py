@@ -262,6 +262,12 @@ class Subject:
     peer: str
     configure: Configure
     source: str = ""
+    forks: bool = True
+    """Whether it starts forked. LMCache loads numba too early: vLLM's CPU worker then fails on what numba has loaded."""
+
+    def kind(self, run: Run) -> type[EngineProcess]:
+        """How its process is started in this run."""
+        return run.kind if self.forks else EngineProcess
 
 
 NO_CACHE = Subject("no cache", "", without_cache)
@@ -269,8 +275,8 @@ KVPACT = Subject("kvpact", "kvpact", kvpact_first, "memory")
 KVPACT_AGAIN = Subject("kvpact, disk, new process", "kvpact", kvpact_again, "disk")
 OTHERS = (
     Subject("ExampleConnector", "example", example),
-    Subject("LMCache, engine_driven", "lmcache", LMCache("engine_driven")),
-    Subject("LMCache, lmcache_driven", "lmcache", LMCache("lmcache_driven")),
+    Subject("LMCache, engine_driven", "lmcache", LMCache("engine_driven"), forks=False),
+    Subject("LMCache, lmcache_driven", "lmcache", LMCache("lmcache_driven"), forks=False),
     Subject("Mooncake, embedded", "mooncake", Mooncake("embedded")),
     Subject("Mooncake, standalone", "mooncake", Mooncake("standalone-store")),
 )

@@ -158,7 +158,7 @@ class Restart:
         found, prompts, before = self.found[subject.name], self._asked.again, children()
         settings = subject.configure(self._run, stack, folder)
         servers = children() - before
-        engine = self._run.kind(settings, folder / "log")
+        engine = subject.kind(self._run)(settings, folder / "log")
         stack.callback(engine.kill)
         engine.wait_ready()
         self._drop_page_cache()

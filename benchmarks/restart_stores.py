@@ -123,8 +123,13 @@ HAVE_SERVERS = ("lmcache", "mooncake")
 def subjects(peers: Iterable[str], life: Life) -> list[Subject]:
     """The engine without a cache, and these."""
     ours = "memory" if life.first else "disk"
-    found = [Subject(STORES[peer][0], peer, STORES[peer][1](life), ours * (peer == "kvpact")) for peer in peers]
-    return [NO_CACHE, *found]
+    return [
+        NO_CACHE,
+        *(
+            Subject(STORES[peer][0], peer, STORES[peer][1](life), ours * (peer == "kvpact"), peer != "lmcache")
+            for peer in peers
+        ),
+    ]
 
 
 def absent(peers: Iterable[str], python: str) -> list[str]:
