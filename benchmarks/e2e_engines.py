@@ -263,7 +263,7 @@ class Subject:
     configure: Configure
     source: str = ""
     forks: bool = True
-    """Whether it starts forked. LMCache loads numba too early: vLLM's CPU worker then fails on what numba has loaded."""
+    """Whether it starts forked. LMCache loads numba too early then, at which vLLM's CPU worker fails."""
 
     def kind(self, run: Run) -> type[EngineProcess]:
         """How its process is started in this run."""
