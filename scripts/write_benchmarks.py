@@ -96,6 +96,7 @@ SECTIONS = (
             Column("cold_over", "cold over no cache", LESS),
             Column("restart_p50_ms", "restart p50, ms"),
             Column("restart_p99_ms", "p99, ms"),
+            Column("readings", "readings"),
             Column("hits", "hits", MORE),
             Column("wrong", "wrong after flipped bits"),
             Column("failed", "failed in a hang"),
@@ -152,9 +153,10 @@ HEAD = """\
 What kvpact costs and gives beside other external KV caches for vLLM, each a real engine. All engines of a table took
 turns in one run on one machine, so its ratios hold where its times do not: to a **local prefix hit**, which is the same
 prompt from the engine's own cache, and to an engine with **enough KV memory**, which never needs another cache. Figures
-are medians, in brackets quartiles (the least and the most of fewer than four). "-": not there, or not to be seen from
-outside. Models have random weights; what a GPU changes is in [gpu.md](gpu.md), how peers treat damaged stores in
-[peers.md](peers.md), all other measurements in [RESULTS.md](../benchmarks/RESULTS.md).
+are medians, in brackets quartiles (the least and the most of fewer than four); on a busy machine they lie far apart, and
+medians that lie within each other's quartiles show no difference. A p99 of fewer than 100 readings is about the longest.
+"-": not there, or not to be seen from outside. Models have random weights; what a GPU changes is in [gpu.md](gpu.md), how
+peers treat damaged stores in [peers.md](peers.md), all other measurements in [RESULTS.md](../benchmarks/RESULTS.md).
 
 Written by `python scripts/write_benchmarks.py` from the rows in [benchmarks/figures](../benchmarks/figures).
 """
