@@ -151,12 +151,13 @@ HEAD = """\
 # Benchmarks
 
 What kvpact costs and gives beside other external KV caches for vLLM, each a real engine. All engines of a table took
-turns in one run on one machine, so its ratios hold where its times do not: to a **local prefix hit**, which is the same
-prompt from the engine's own cache, and to an engine with **enough KV memory**, which never needs another cache. Figures
-are medians, in brackets quartiles (the least and the most of fewer than four); on a busy machine they lie far apart, and
-medians that lie within each other's quartiles show no difference. A p99 of fewer than 100 readings is about the longest.
-"-": not there, or not to be seen from outside. Models have random weights; what a GPU changes is in [gpu.md](gpu.md), how
-peers treat damaged stores in [peers.md](peers.md), all other measurements in [RESULTS.md](../benchmarks/RESULTS.md).
+turns in one run on one machine, so its ratios hold where its times do not: to a **local prefix hit**, which is the
+same prompt from the engine's own cache, and to an engine with **enough KV memory**, which never needs another cache.
+Figures are medians, in brackets quartiles (the least and the most of fewer than four); on a busy machine they lie far
+apart, and medians that lie within each other's quartiles show no difference. A p99 of fewer than 100 readings is
+about the longest. "-": not there, or not to be seen from outside. Models have random weights; what a GPU changes is
+in [gpu.md](gpu.md), how peers treat damaged stores in [peers.md](peers.md), all other measurements in
+[RESULTS.md](../benchmarks/RESULTS.md).
 
 Written by `python scripts/write_benchmarks.py` from the rows in [benchmarks/figures](../benchmarks/figures).
 """
