@@ -176,13 +176,22 @@ class LMCache:
     """`lmcache server` and an engine that is its client, in one of the two ways of moving the bytes."""
 
     mode: str
+    chunk: int = 256
+    """Tokens of a piece, whole blocks of the engine."""
 
     def __call__(self, run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
         from servers.redis_server import free_ports
 
         port, *others = free_ports(3)
         listen = ["--host", "localhost", "--port", port, "--http-port", others[0], "--prometheus-port", others[1]]
-        size = ["--l1-size-gb", max(1, -(-2 * run.all_bytes // GIB)), "--eviction-policy", "LRU", "--chunk-size", 256]
+        size = [
+            "--l1-size-gb",
+            max(1, -(-2 * run.all_bytes // GIB)),
+            "--eviction-policy",
+            "LRU",
+            "--chunk-size",
+            self.chunk,
+        ]
         permitted = "engine_driven" if self.mode == "engine_driven" else "auto"
         ways = ["--max-workers", 1, "--supported-transfer-mode", permitted, "--worker-reap-timeout-seconds", FOR_EVER]
         program = Path(run.python).with_name("lmcache")

@@ -79,6 +79,9 @@ class Pact:
         return replace(found, arguments={**found.arguments, **class_arguments()})
 
 
+CHUNK_BLOCKS = 2
+"""LMCache keeps pieces of two blocks: its own default, 256 tokens, where a block has 128."""
+
 SUBJECTS = (
     Subject("vLLM, small KV memory", "small", without_cache),
     Subject("kvpact, memory for all", "kvpact", Pact(1.25)),
@@ -167,7 +170,10 @@ class Comparison:
                     self._play_one(subject, number)
 
     def _play_one(self, subject: Subject, number: int) -> None:
-        with tempfile.TemporaryDirectory(prefix=f"round-{number}-", dir=self._run.folder) as place, ExitStack() as stack:
+        with (
+            tempfile.TemporaryDirectory(prefix=f"round-{number}-", dir=self._run.folder) as place,
+            ExitStack() as stack,
+        ):
             folder = Path(place)
             try:
                 found = self._asked(subject, folder, stack)
@@ -267,6 +273,8 @@ def compare(
     python = str(peer_python or sys.executable)
     absent = [peer for peer in peers if not is_there(peer, python)]
     subjects = [ENOUGH, *(one for one in SUBJECTS if one.peer in peers and one.peer not in absent)]
+    chunked = LMCache("lmcache_driven", CHUNK_BLOCKS * sizes.block)
+    subjects = [replace(one, configure=chunked) if one.peer == "lmcache" else one for one in subjects]
     with tempfile.TemporaryDirectory(prefix="kvpact-serving-") as folder:
         run, block_bytes = _run(Path(folder), sizes, python)
         comparison = Comparison(run, subjects, client)
