@@ -34,6 +34,9 @@ BLOCK = 512 // SCALE
 WEKA_BLOCK = 64
 """Tokens of a block of a coding session, scaled: 64 recorded blocks."""
 
+REVISION = "0" * 40
+"""AIPerf takes a tokenizer from a cache of Hugging Face's hub only, not from a folder."""
+
 ENGINE_BLOCK = 32
 MODEL_TOKENS = 4096
 TRACES = ("mooncake", "weka")
@@ -125,13 +128,16 @@ class Replay:
     options: Sequence[object]
 
     def __call__(self, url: str, model: Path, folder: Path) -> Load:
-        words: list[object] = [self.python.with_name("aiperf"), "profile", "--model", MODEL, "--tokenizer", model]
+        words: list[object] = [self.python.with_name("aiperf"), "profile", "--model", MODEL]
+        words += ["--tokenizer", "kvpact/random", "--tokenizer-revision", REVISION]
         words += ["--url", url, "--streaming", "--endpoint-type", "chat", "--input-file", self.given, *self.options]
         words += ["--ui", "none", "--no-gpu-telemetry", "--no-server-metrics", "--random-seed", 1]
         words += ["--artifact-dir", folder / "aiperf", "--use-legacy-max-tokens", "--use-server-token-count"]
-        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        run_client(words, folder / "client.log", own | offline)
+        snapshot = folder / "hub" / "models--kvpact--random" / "snapshots" / REVISION
+        snapshot.parent.mkdir(parents=True)
+        snapshot.symlink_to(model)
+        own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub"), "PYTHONPATH": ""}
+        run_client(words, folder / "client.log", {**os.environ, **own})
         (records,) = (folder / "aiperf").rglob("profile_export.jsonl")
         return load_of([json.loads(line) for line in records.read_text().splitlines()])
 
