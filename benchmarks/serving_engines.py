@@ -12,6 +12,7 @@ and their bounds `memory_bound` and `disk_bound`. `state` and `note` are there w
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,21 +24,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import e2e_engines
 from benchmarks.e2e import NARROW, WIDE, say
-from benchmarks.e2e_engines import (
-    GIB,
-    STORING_CORE,
-    WAYS_TO_GET,
-    LMCache,
-    Mooncake,
-    Run,
-    Subject,
-    engines_with_room,
-    example,
-    is_there,
-    on_core,
-    without_cache,
-)
+from benchmarks.e2e_engines import LMCache, Mooncake, Run, Subject
 from benchmarks.needs import find_testbeds, require_vllm
 from benchmarks.table import spread
 from kvpact.config import load_config
@@ -56,10 +45,16 @@ MODEL = "random"
 """The name under which the servers answer."""
 
 CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+PERCENTILES = (50, 90, 99)
 REST_SECONDS = 20.0
+
+STEP_TOKENS = 2048
+RUNNING = 8
+"""What the engine computes in a step, and at once."""
+
 CACHED, PROMPTS = "vllm:prompt_tokens_cached_total", "vllm:prompt_tokens_total"
 
-ENOUGH = Subject("vLLM, enough KV memory", "", without_cache)
+ENOUGH = Subject("vLLM, enough KV memory", "", e2e_engines.without_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +64,27 @@ class Pact:
     share: float
 
     def __call__(self, run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
-        settings: dict[str, Any] = {
-            "memory": f"{int(run.all_bytes * self.share)}B",
-            "stats_file": str(folder / "stats.json"),
-        }
+        memory = f"{int(run.all_bytes * self.share)}B"
+        settings: dict[str, Any] = {"memory": memory, "stats_file": str(folder / "stats.json")}
         if self.share < 1:
-            settings["tiers"] = [f"disk://{folder / 'disk'}?capacity={2 * run.all_bytes}B"]
+            settings["tiers"] = [f"disk://{folder / 'disk'}?capacity={DISK_SHARE * run.all_bytes}B"]
         found = run.settings(load_config(settings, {}).kv_transfer_config())
         return replace(found, arguments={**found.arguments, **class_arguments()})
 
+
+DISK_SHARE = 2
+"""kvpact's disk has room for all keys and values so many times."""
 
 CHUNK_BLOCKS = 2
 """LMCache keeps pieces of two blocks: its own default, 256 tokens, where a block has 128."""
 
 SUBJECTS = (
-    Subject("vLLM, small KV memory", "small", without_cache),
+    Subject("vLLM, small KV memory", "small", e2e_engines.without_cache),
     Subject("kvpact, memory for all", "kvpact", Pact(1.25)),
     Subject("kvpact, memory for a quarter, disk", "quarter", Pact(0.25)),
     Subject("Mooncake, embedded", "mooncake", Mooncake("embedded")),
     Subject("LMCache, server", "lmcache", LMCache("lmcache_driven")),
-    Subject("ExampleConnector", "example", example),
+    Subject("ExampleConnector", "example", e2e_engines.example),
 )
 PEERS = tuple(subject.peer for subject in SUBJECTS)
 
@@ -109,11 +105,11 @@ Client = Callable[[str, Path, Path], Load]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one server did in one round; `rest` is kvpact's stats afterwards."""
+    """What one server did in one round, and what kvpact `held` afterwards, by column."""
 
     load: Load
     hits: float
-    rest: Mapping[str, float]
+    held: Mapping[str, float]
 
     def percentile(self, percent: int) -> float:
         """Milliseconds to the first token."""
@@ -121,22 +117,38 @@ class Round:
         return quantiles(times, n=100, method="inclusive")[percent - 1] if len(times) > 1 else times[0]
 
 
-def run_client(command: Sequence[object], log: Path, environment: Mapping[str, str], seconds: float = 3600.0) -> str:
+def run_client(command: Sequence[object], log: Path, **environment: object) -> str:
     """Run it on the storing core and return what it prints. Raises RuntimeError with its last line if it fails."""
-    with on_core(STORING_CORE), log.open("wb") as output:
-        ended = subprocess.run(
-            [str(word) for word in command],
-            stdout=output,
-            stderr=output,
-            env=dict(environment),
-            cwd=log.parent,
-            check=False,
-            timeout=seconds,
-        )
+    words, known = (
+        [str(word) for word in command],
+        {**os.environ, **{name: str(at) for name, at in environment.items()}},
+    )
+    with e2e_engines.on_core(e2e_engines.STORING_CORE), log.open("wb") as output:
+        ended = subprocess.run(words, stdout=output, stderr=output, env=known, cwd=log.parent, check=False)
     text = log.read_text(errors="replace")
     if ended.returncode:
-        raise RuntimeError(f"the client ended with {ended.returncode}: {(text.strip().splitlines() or [''])[-1][:200]}")
+        raise RuntimeError(f"the client ended with {ended.returncode}: {last_line(text)}")
     return text
+
+
+def last_line(text: str) -> str:
+    """Of what a program has printed."""
+    return (text.strip().splitlines() or [""])[-1][:200]
+
+
+def cached(name: str) -> Path:
+    """The place of something that is fetched once."""
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpact" / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def pip(python: Path | str, *words: object, **environment: str) -> None:
+    """Run the pip of this interpreter. Ends the program with one line if it fails."""
+    command = [str(python), "-m", "pip", *map(str, words), "--quiet"]
+    ended = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"pip {' '.join(command[3:-1])}: {last_line(ended.stderr)}: give what is there by an option")
 
 
 def serve_command(settings: EngineSettings, template: Path) -> list[str]:
@@ -155,8 +167,8 @@ def serve_command(settings: EngineSettings, template: Path) -> list[str]:
 class Comparison:
     """All rounds of a run."""
 
-    def __init__(self, run: Run, subjects: Sequence[Subject], client: Client) -> None:
-        self._run, self._subjects, self._client = run, subjects, client
+    def __init__(self, run: Run, block_bytes: int, subjects: Sequence[Subject], client: Client) -> None:
+        self._run, self._block_bytes, self._subjects, self._client = run, block_bytes, subjects, client
         self.rounds: dict[str, list[Round]] = {subject.name: [] for subject in subjects}
         self.failures: dict[str, str] = {}
 
@@ -170,29 +182,28 @@ class Comparison:
                     self._play_one(subject, number)
 
     def _play_one(self, subject: Subject, number: int) -> None:
-        with (
-            tempfile.TemporaryDirectory(prefix=f"round-{number}-", dir=self._run.folder) as place,
-            ExitStack() as stack,
-        ):
-            folder = Path(place)
-            try:
-                found = self._asked(subject, folder, stack)
-            except (RuntimeError, AssertionError, OSError, subprocess.TimeoutExpired) as error:
-                self.failures[subject.name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                say(f"{subject.name}: {error}")
-                return
+        place = tempfile.TemporaryDirectory(prefix=f"round-{number}-", dir=self._run.folder)
+        try:
+            with place as folder, ExitStack() as stack:
+                found = self._asked(subject, Path(folder), stack)
+        except (RuntimeError, AssertionError, OSError) as error:
+            self.failures[subject.name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            say(f"{subject.name}: {error}")
+            return
         self.rounds[subject.name].append(found)
-        shown = ", ".join(f"p{percent} {found.percentile(percent):.0f} ms" for percent in (50, 90, 99))
+        shown = ", ".join(f"p{percent} {found.percentile(percent):.0f} ms" for percent in PERCENTILES)
         say(f"  {shown}, {found.load.requests} requests in {found.load.seconds:.0f} s, hits {found.hits:.3f}")
 
     def _asked(self, subject: Subject, folder: Path, stack: ExitStack) -> Round:
         from servers.http_server import Server
 
-        if engines_with_room(self._run) < 1:
+        if e2e_engines.engines_with_room(self._run) < 1:
             raise RuntimeError("memory is free for no engine: ask for less")
         settings = subject.configure(self._run, stack, folder)
         room = self._run.all_bytes if subject is ENOUGH else self._run.longest_bytes
-        settings = replace(settings, arguments={**settings.arguments, "kv_cache_memory_bytes": room + GIB // 16})
+        settings = replace(
+            settings, arguments={**settings.arguments, "kv_cache_memory_bytes": room + e2e_engines.GIB // 16}
+        )
         template = folder / "chat.jinja"
         template.write_text(CHAT)
         command = serve_command(settings, template)
@@ -202,12 +213,12 @@ class Comparison:
             server.ask(list(range(20, 20 + length)), max_tokens=2)
         before = server.metrics()
         load = self._client(f"http://127.0.0.1:{server.port}", self._run.model, folder)
-        rest = at_rest(server, folder / "stats.json")
+        at_end = held(at_rest(server, folder / "stats.json"), folder, self._run, self._block_bytes)
         after = server.metrics()
         if not load.first_token_ms:
             raise RuntimeError(f"none of {load.requests} requests that count had an answer")
         hits, prompts = (after[name] - before[name] for name in (CACHED, PROMPTS))
-        return Round(load, hits / prompts, rest)
+        return Round(load, hits / prompts, at_end)
 
 
 def at_rest(server: Server, stats_file: Path) -> dict[str, float]:
@@ -222,31 +233,30 @@ def at_rest(server: Server, stats_file: Path) -> dict[str, float]:
     return stats
 
 
-def held(rounds: Sequence[Round], block_bytes: int) -> dict[str, float]:
-    """The most that kvpact held at rest, beside its bounds."""
-    found = {"leases_at_rest": max(one.rest.get("leases_held", 0.0) for one in rounds)}
-    for tier in ("memory", "disk"):
-        for column, name in (("bytes", "held_blocks"), ("bound", "capacity_blocks")):
-            sizes = [one.rest[key] for one in rounds if (key := f'{name}{{tier="{tier}"}}') in one.rest]
-            if sizes:
-                found[f"{tier}_{column}"] = int(max(sizes) * block_bytes)
-    return found
+def held(stats: Mapping[str, float], folder: Path, run: Run, block_bytes: int) -> dict[str, float]:
+    """What kvpact holds at rest, and its bounds; of the disk, what its files take."""
+    if not stats:
+        return {}
+    blocks, bound = (stats[f'{name}_blocks{{tier="memory"}}'] for name in ("held", "capacity"))
+    found = {"leases_at_rest": stats["leases_held"], "memory_bytes": blocks * block_bytes}
+    found["memory_bound"] = bound * block_bytes
+    disk = [path.stat().st_blocks * 512 for path in (folder / "disk").rglob("*")]
+    return found | ({"disk_bytes": sum(disk), "disk_bound": DISK_SHARE * run.all_bytes} if disk else {})
 
 
-def row(what: str, rounds: Sequence[Round], enough: Sequence[Round], block_bytes: int) -> dict[str, Any]:
+def row(what: str, rounds: Sequence[Round], enough: Sequence[Round]) -> dict[str, Any]:
     """All rounds of one subject."""
-    found: dict[str, Any] = {"what": what, "rounds": len(rounds)}
-    found["requests"] = sum(one.load.requests for one in rounds)
-    found["failed"] = sum(one.load.failed for one in rounds)
-    for percent in (50, 90, 99):
+    counts = {name: sum(getattr(one.load, name) for one in rounds) for name in ("requests", "failed")}
+    found: dict[str, Any] = {"what": what, "rounds": len(rounds), **counts}
+    for percent in PERCENTILES:
         found |= spread(f"p{percent}_ms", [one.percentile(percent) for one in rounds])
-    pairs = list(zip(rounds, enough, strict=False))
-    for percent in (50, 90, 99) if pairs else ():
+    for percent in PERCENTILES if enough else ():
+        pairs = zip(rounds, enough, strict=False)  # one that failed has fewer
         ratios = [one.percentile(percent) / other.percentile(percent) for one, other in pairs]
         found[f"p{percent}_ratio"] = round(median(ratios), 3)
     found |= spread("requests_per_s", [(one.load.requests - one.load.failed) / one.load.seconds for one in rounds])
     found |= spread("hits", [one.hits for one in rounds])
-    return found | (held(rounds, block_bytes) if any(one.rest for one in rounds) else {})
+    return found | {name: max(one.held[name] for one in rounds) for name in rounds[0].held}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +266,6 @@ class Sizes:
     all_tokens: int
     longest: int
     block: int = 128
-    running: int = 8
-    """Requests that the engine computes at once."""
 
 
 def compare(
@@ -271,21 +279,20 @@ def compare(
     require_vllm()
     find_testbeds()
     python = str(peer_python or sys.executable)
-    absent = [peer for peer in peers if not is_there(peer, python)]
+    absent = [peer for peer in peers if not e2e_engines.is_there(peer, python)]
     subjects = [ENOUGH, *(one for one in SUBJECTS if one.peer in peers and one.peer not in absent)]
     chunked = LMCache("lmcache_driven", CHUNK_BLOCKS * sizes.block)
     subjects = [replace(one, configure=chunked) if one.peer == "lmcache" else one for one in subjects]
     with tempfile.TemporaryDirectory(prefix="kvpact-serving-") as folder:
-        run, block_bytes = _run(Path(folder), sizes, python)
-        comparison = Comparison(run, subjects, client)
+        comparison = Comparison(*_run(Path(folder), sizes, python), subjects, client)
         comparison.play(rounds)
     for what, found in comparison.rounds.items():
         if found:
-            yield row(what, found, comparison.rounds[ENOUGH.name], block_bytes)
+            yield row(what, found, comparison.rounds[ENOUGH.name])
     for what, why in comparison.failures.items():
         yield {"what": what, "state": "failed", "note": why}
     for peer in absent:
-        yield {"what": peer, "state": "not there", "note": WAYS_TO_GET[peer]}
+        yield {"what": peer, "state": "not there", "note": e2e_engines.WAYS_TO_GET[peer]}
 
 
 def _run(folder: Path, sizes: Sizes, python: str) -> tuple[Run, int]:
@@ -293,13 +300,8 @@ def _run(folder: Path, sizes: Sizes, python: str) -> tuple[Run, int]:
     dtype = Plan.for_this_machine().dtype
     shape = WIDE if dtype == "bfloat16" else NARROW
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if dtype == "bfloat16" else 4)
-    arguments = {
-        "dtype": dtype,
-        "max_model_len": sizes.longest,
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": sizes.running,
-        "block_size": sizes.block,
-    }
+    lengths = {"max_model_len": sizes.longest, "max_num_batched_tokens": STEP_TOKENS, "block_size": sizes.block}
+    arguments = {"dtype": dtype, "max_num_seqs": RUNNING, **lengths}
     model = ensure_model(folder, shape, corpus())
     everything = max(sizes.all_tokens, 4 * sizes.longest) * token
     return Run(folder, model, arguments, python, EngineProcess, everything // 4, everything), sizes.block * token

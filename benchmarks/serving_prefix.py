@@ -7,7 +7,6 @@ own, at most `concurrency` at once. Columns: see `serving_engines`; all requests
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ class BenchServe:
         words += ["--result-filename", "result.json"]
         for name, value in self.options.items():
             words += [f"--{name}", value]
-        run_client(words, folder / "client.log", os.environ)
+        run_client(words, folder / "client.log")
         return load_of(json.loads((folder / "result.json").read_text()))
 
 
@@ -56,14 +55,10 @@ def rows(
     """A row of each server. `peer_python` is an interpreter that has vLLM and the packages of peers, else this one."""
     if not prompts >= prefixes >= 1:
         raise SystemExit(f"--prefixes: 1 to --prompts, which is {prompts}, not {prefixes}")
-    options = {
-        "num-prompts": prompts,
-        "max-concurrency": concurrency,
-        "prefix-repetition-num-prefixes": prefixes,
-        "prefix-repetition-prefix-len": prefix_tokens,
-        "prefix-repetition-suffix-len": suffix_tokens,
-        "prefix-repetition-output-len": answer_tokens,
-    }
+    lengths = {"num-prefixes": prefixes, "prefix-len": prefix_tokens, "suffix-len": suffix_tokens}
+    lengths |= {"output-len": answer_tokens}
+    options = {"num-prompts": prompts, "max-concurrency": concurrency}
+    options |= {f"prefix-repetition-{name}": value for name, value in lengths.items()}
     own = suffix_tokens + answer_tokens
     sizes = Sizes(prefixes * prefix_tokens + prompts * own, prefix_tokens + own + 256)
     yield from compare(sizes, rounds, peers, peer_python, BenchServe(options))

@@ -12,17 +12,14 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
+import venv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving_engines import MODEL, PEERS, Load, Sizes, compare, run_client
+from benchmarks.serving_engines import MODEL, PEERS, Load, Sizes, cached, compare, pip, run_client
 
 NAME = "traces"
 AIPERF = "aiperf==0.13.0"
@@ -56,15 +53,13 @@ def mooncake_cut(lines: Sequence[Request], requests: int, seconds: float) -> lis
             cut += conversation
     cut.sort(key=lambda line: line["timestamp"])
     faster = (cut[-1]["timestamp"] - cut[0]["timestamp"]) / (seconds * 1e3) or 1
-    return [
-        {
-            "timestamp": round((line["timestamp"] - cut[0]["timestamp"]) / faster),
-            "input_length": min(len(line["hash_ids"]) * BLOCK, _scaled(line["input_length"])),
-            "output_length": _scaled(line["output_length"]),
-            "hash_ids": line["hash_ids"],
-        }
-        for line in cut
-    ]
+    return [{**line, **_scaled_line(line, cut[0]["timestamp"], faster)} for line in cut]
+
+
+def _scaled_line(line: Request, begin: int, faster: float) -> Request:
+    tokens = min(len(line["hash_ids"]) * BLOCK, _scaled(line["input_length"]))
+    at = round((line["timestamp"] - begin) / faster)
+    return {"timestamp": at, "input_length": tokens, "output_length": _scaled(line["output_length"])}
 
 
 def weka_cut(lines: Sequence[Request], sessions: int, requests: int, seconds: float) -> list[Request]:
@@ -76,15 +71,12 @@ def weka_cut(lines: Sequence[Request], sessions: int, requests: int, seconds: fl
     for line in lines:
         found.setdefault(line["trace"], []).append(line)
     fit = [
-        _session(name, asked[:requests])
+        (_session(name, asked[:requests]), max(one["in"] for one in asked[:requests]))
         for name, asked in found.items()
         if len(asked) >= requests and not any(one["depth"] for one in asked)
     ]
-    return [
-        session
-        for session in fit
-        if max(one["in"] for one in session["requests"]) < MODEL_TOKENS - 512 and session["requests"][-1]["t"] < seconds
-    ][:sessions]
+    most = (MODEL_TOKENS - 512) * SCALE
+    return [one for one, longest in fit if longest < most and one["requests"][-1]["t"] < seconds][:sessions]
 
 
 def _session(name: str, asked: Sequence[Request]) -> Request:
@@ -92,18 +84,9 @@ def _session(name: str, asked: Sequence[Request]) -> Request:
     requests = []
     for one in asked:
         ids = ids[: one["keep"]] + [first + at for first, count in one["runs"] for at in range(count)]
-        requests.append(
-            {
-                "t": one["t"] / SCALE,
-                "type": "s",
-                "model": MODEL,
-                "in": _scaled(one["in"]),
-                "out": _scaled(one["out"]),
-                "hash_ids": ids[WEKA_BLOCK - 1 :: WEKA_BLOCK],
-                "api_time": one["api"] / SCALE,
-                "think_time": one["think"] / SCALE,
-            }
-        )
+        lengths = {"in": _scaled(one["in"]), "out": _scaled(one["out"])}
+        blocks = ids[WEKA_BLOCK - 1 :: WEKA_BLOCK]
+        requests.append({"t": one["t"] / SCALE, "type": "s", "model": MODEL, **lengths, "hash_ids": blocks})
     return {"id": name, "models": [MODEL], "block_size": WEKA_BLOCK, "hash_id_scope": "local", "requests": requests}
 
 
@@ -136,23 +119,18 @@ class Replay:
         snapshot = folder / "hub" / "models--kvpact--random" / "snapshots" / REVISION
         snapshot.parent.mkdir(parents=True)
         snapshot.symlink_to(model)
-        own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub"), "PYTHONPATH": ""}
-        run_client(words, folder / "client.log", {**os.environ, **own})
+        own = {"HF_HUB_OFFLINE": 1, "TRANSFORMERS_OFFLINE": 1, "HF_HUB_CACHE": folder / "hub", "PYTHONPATH": ""}
+        run_client(words, folder / "client.log", **own)
         (records,) = (folder / "aiperf").rglob("profile_export.jsonl")
         return load_of([json.loads(line) for line in records.read_text().splitlines()])
 
 
 def made_python() -> Path:
     """AIPerf's interpreter, in an environment that is made if it is not there yet."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpact" / AIPERF.replace("==", "-")
-    python = cache / "bin" / "python"
+    python = cached(AIPERF.replace("==", "-")) / "bin" / "python"
     if not python.with_name("aiperf").exists():
-        shutil.rmtree(cache, ignore_errors=True)
-        for command in ([sys.executable, "-m", "venv", str(cache)], [str(python), "-m", "pip", "install", AIPERF]):
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
-            if ended.returncode:
-                last = (ended.stderr.strip().splitlines() or [""])[-1]
-                raise SystemExit(f"traces: pip cannot install {AIPERF}: {last[:200]}: give --aiperf-python")
+        venv.create(python.parents[1], clear=True, with_pip=True)
+        pip(python, "install", AIPERF)
     return python
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.needs import require_vllm
-from benchmarks.serving_engines import MODEL, PEERS, Load, Sizes, compare, run_client
+from benchmarks.serving_engines import MODEL, PEERS, Load, Sizes, cached, compare, pip, run_client
 from kvpact.cli.vllm_command import answer_for_vllm
 from kvpact_testkit.demo.text import corpus
 
@@ -43,7 +41,7 @@ ROLE_TOKENS = 16
 def load_of(stats: Sequence[Mapping[str, Any]], log: str) -> Load:
     """What the client has written about each request, and its words about those that failed."""
     failed = sum(map(int, re.findall(r"num_failures=(\d+)", log)))
-    first, last = (pick(one["start_time_ms"] + add * one["latency_ms"] for one in stats) for pick, add in SPAN)
+    first, last = (pick(one["start_time_ms"] + part * one["latency_ms"] for one in stats) for pick, part in SPAN)
     later = [one["ttft_ms"] for one in stats if one["input_num_turns"] > 1]
     return Load(later, len(stats) + failed, (last - first) / 1e3, failed)
 
@@ -74,31 +72,21 @@ def fetched_client() -> Path:
     """The folder with vLLM's client and its packages, fetched by pip if it is not there yet."""
     answer_for_vllm()
     release = version("vllm").partition("+")[0]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpact" / f"multi-turn-{release}"
-    if not cache.joinpath(SCRIPT).exists():
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache.parent) as place:
-            tools, made = Path(place, "tools"), Path(place, "made")
-            _pip("install", "--target", tools, *TO_BUILD)
+    place = cached(f"multi-turn-{release}")
+    if not place.joinpath(SCRIPT).exists():
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            tools, made = Path(folder, "tools"), Path(folder, "made")
+            pip(sys.executable, "install", "--target", tools, *TO_BUILD)
             named = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": release, "PYTHONPATH": str(tools)}
             only = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
-            _pip("download", *only, "--dest", place, f"vllm=={release}", **named)
-            with tarfile.open(next(Path(place).glob("vllm-*.tar.gz"))) as archive:
+            pip(sys.executable, "download", *only, "--dest", folder, f"vllm=={release}", **named)
+            with tarfile.open(next(Path(folder).glob("vllm-*.tar.gz"))) as archive:
                 inside = [one for one in archive.getmembers() if "/benchmarks/multi_turn/" in one.name]
                 archive.extractall(made, inside, filter="data")
-            folder = next(made.rglob(SCRIPT)).parent
-            _pip("install", "--target", folder, "--no-deps", *TO_RUN)
-            shutil.rmtree(cache, ignore_errors=True)
-            folder.rename(cache)
-    return cache
-
-
-def _pip(*words: object, **environment: str) -> None:
-    command = [sys.executable, "-m", "pip", *map(str, words), "--quiet"]
-    ended = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        last = (ended.stderr.strip().splitlines() or [""])[-1]
-        raise SystemExit(f"multi_turn: pip cannot get vLLM's client: {last[:200]}: give its folder by --client")
+            client = next(made.rglob(SCRIPT)).parent
+            pip(sys.executable, "install", "--target", client, "--no-deps", *TO_RUN)
+            client.rename(place)
+    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +107,7 @@ class MultiTurn:
         words += ["--num-clients", self.users, "--max-active-conversations", self.users]
         words += ["--request-rate", 1 / self.think if self.think else 0, "--request-timeout-sec", 600]
         beside = os.pathsep.join((str(self.folder), os.environ.get("PYTHONPATH", "")))
-        said = run_client(words, log, {**os.environ, "PYTHONPATH": beside})
+        said = run_client(words, log, PYTHONPATH=beside)
         return load_of(json.loads(stats.read_text()), said)
 
 
