@@ -116,7 +116,7 @@ def rows(
     turns: int = 20,
     prefix_tokens: int = 512,
     turn_tokens: int = 96,
-    answer_tokens: int = 16,
+    answer_tokens: int = 8,
     think: float = 5.0,
     rounds: int = 2,
     peers: tuple[str, ...] = PEERS,
