@@ -48,6 +48,9 @@ CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n
 PERCENTILES = (50, 90, 99)
 REST_SECONDS = 20.0
 
+CLIENT_SECONDS = 3600.0
+"""After them a client that does not end has failed."""
+
 STEP_TOKENS = 2048
 RUNNING = 8
 """What the engine computes in a step, and at once."""
@@ -117,14 +120,11 @@ class Round:
         return quantiles(times, n=100, method="inclusive")[percent - 1] if len(times) > 1 else times[0]
 
 
-def run_client(command: Sequence[object], log: Path, **environment: object) -> str:
+def run_client(command: Sequence[object], log: Path, **environment: str) -> str:
     """Run it on the storing core and return what it prints. Raises RuntimeError with its last line if it fails."""
-    words, known = (
-        [str(word) for word in command],
-        {**os.environ, **{name: str(at) for name, at in environment.items()}},
-    )
-    with e2e_engines.on_core(e2e_engines.STORING_CORE), log.open("wb") as output:
-        ended = subprocess.run(words, stdout=output, stderr=output, env=known, cwd=log.parent, check=False)
+    words, known = [str(word) for word in command], {**os.environ, **environment}
+    with e2e_engines.on_core(e2e_engines.STORING_CORE), log.open("wb") as out:
+        ended = subprocess.run(words, stdout=out, stderr=out, env=known, cwd=log.parent, timeout=CLIENT_SECONDS)
     text = log.read_text(errors="replace")
     if ended.returncode:
         raise RuntimeError(f"the client ended with {ended.returncode}: {last_line(text)}")
@@ -186,8 +186,8 @@ class Comparison:
         try:
             with place as folder, ExitStack() as stack:
                 found = self._asked(subject, Path(folder), stack)
-        except (RuntimeError, AssertionError, OSError) as error:
-            self.failures[subject.name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        except (RuntimeError, AssertionError, OSError, subprocess.TimeoutExpired) as error:
+            self.failures[subject.name] = last_line(str(error)) or type(error).__name__
             say(f"{subject.name}: {error}")
             return
         self.rounds[subject.name].append(found)

@@ -116,11 +116,11 @@ class Replay:
         words += ["--url", url, "--streaming", "--endpoint-type", "chat", "--input-file", self.given, *self.options]
         words += ["--ui", "none", "--no-gpu-telemetry", "--no-server-metrics", "--random-seed", 1]
         words += ["--artifact-dir", folder / "aiperf", "--use-legacy-max-tokens", "--use-server-token-count"]
-        snapshot = folder / "hub" / "models--kvpact--random" / "snapshots" / REVISION
+        snapshot = (hub := folder / "hub") / "models--kvpact--random" / "snapshots" / REVISION
         snapshot.parent.mkdir(parents=True)
         snapshot.symlink_to(model)
-        own = {"HF_HUB_OFFLINE": 1, "TRANSFORMERS_OFFLINE": 1, "HF_HUB_CACHE": folder / "hub", "PYTHONPATH": ""}
-        run_client(words, folder / "client.log", **own)
+        offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+        run_client(words, folder / "client.log", HF_HUB_CACHE=str(hub), PYTHONPATH="", **offline)
         (records,) = (folder / "aiperf").rglob("profile_export.jsonl")
         return load_of([json.loads(line) for line in records.read_text().splitlines()])
 

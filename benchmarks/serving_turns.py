@@ -41,13 +41,10 @@ ROLE_TOKENS = 16
 def load_of(stats: Sequence[Mapping[str, Any]], log: str) -> Load:
     """What the client has written about each request, and its words about those that failed."""
     failed = sum(map(int, re.findall(r"num_failures=(\d+)", log)))
-    first, last = (pick(one["start_time_ms"] + part * one["latency_ms"] for one in stats) for pick, part in SPAN)
+    first = min(one["start_time_ms"] for one in stats)
+    last = max(one["start_time_ms"] + one["latency_ms"] for one in stats)
     later = [one["ttft_ms"] for one in stats if one["input_num_turns"] > 1]
     return Load(later, len(stats) + failed, (last - first) / 1e3, failed)
-
-
-SPAN = ((min, 0), (max, 1))
-"""From the first start to the last end."""
 
 
 def conversations(
