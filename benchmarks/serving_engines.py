@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
+from openai import OpenAIError
+
 from benchmarks import e2e_engines
 from benchmarks.e2e import NARROW, WIDE, say
 from benchmarks.e2e_engines import LMCache, Mooncake, Run, Subject
@@ -186,7 +188,7 @@ class Comparison:
         try:
             with place as folder, ExitStack() as stack:
                 found = self._asked(subject, Path(folder), stack)
-        except (RuntimeError, AssertionError, OSError, subprocess.TimeoutExpired) as error:
+        except (RuntimeError, AssertionError, OSError, subprocess.TimeoutExpired, OpenAIError) as error:
             self.failures[subject.name] = last_line(str(error)) or type(error).__name__
             say(f"{subject.name}: {error}")
             return
