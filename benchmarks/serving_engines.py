@@ -53,6 +53,9 @@ REST_SECONDS = 20.0
 CLIENT_SECONDS = 3600.0
 """After them a client that does not end has failed."""
 
+FAILURES = (RuntimeError, AssertionError, OSError, ValueError, subprocess.TimeoutExpired, OpenAIError)
+"""Of a server that is gone, or of a client that has nothing to say."""
+
 STEP_TOKENS = 2048
 RUNNING = 8
 """What the engine computes in a step, and at once."""
@@ -188,7 +191,7 @@ class Comparison:
         try:
             with place as folder, ExitStack() as stack:
                 found = self._asked(subject, Path(folder), stack)
-        except (RuntimeError, AssertionError, OSError, subprocess.TimeoutExpired, OpenAIError) as error:
+        except FAILURES as error:
             self.failures[subject.name] = last_line(str(error)) or type(error).__name__
             say(f"{subject.name}: {error}")
             return
