@@ -17,7 +17,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,10 +26,10 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.e2e import in_turns, say
-from benchmarks.e2e_engines import Run, Subject
+from benchmarks.e2e_engines import WAYS_TO_GET, Configure, Run, Subject
 from benchmarks.e2e_runs import BLOCK, WAKE_UP, Prompt, Runner, started
 from benchmarks.needs import find_testbeds
-from benchmarks.offloading import Offloading
+from benchmarks.restart_stores import Life, absent, children, subjects, wait_written
 from benchmarks.table import ratio, spread
 from kvpact.config import load_config
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
@@ -131,12 +130,14 @@ class Load:
             folder.mkdir()
             try:
                 settings = engine_settings(self._run, subject.configure(self._run, self._stack, folder))
-                runner = Runner(subject.name, subject.source, self._run.kind(settings, folder / "log"), folder)
+                engine = subject.kind(self._run)(settings, folder / "log")
+                runner = Runner(subject.name, subject.source, engine, folder)
             except RuntimeError as error:
                 self.failures[subject.name] = str(error)
                 continue
             self._stack.callback(runner.end)
-            started([runner], Prompt(512, -1, [*range(20, 20 + 512)]))
+            first = 20 if life == "first" else 40
+            started([runner], Prompt(512, -1, [*range(first, first + 512)]))
             runners.append(runner)
         self.failures |= {runner.name: runner.failure for runner in runners if runner.failure}
         return [runner for runner in runners if not runner.failure]
@@ -149,7 +150,7 @@ class Load:
                 for prompt in (*self._crowd, *self._others):
                     engine.generate([prompt.ids], max_tokens=1)
                 settle(engine)
-                _wait_written(engine, self._run.folder)
+                wait_written(engine, self._run.folder.parent)
             if runner.failure:
                 self.failures[runner.name] = runner.failure
             runner.end(in_order=True)
@@ -159,7 +160,7 @@ class Load:
         for number in range(runs):
             for runner in in_turns([each for each in runners if not each.failure], number):
                 with runner.turn() as engine:
-                    for pid in engine.processes():
+                    for pid in {*engine.processes(), *children()}:
                         slow.write_text(str(pid))
                     found = self._run_once(engine)
                 if runner.failure:
@@ -173,7 +174,7 @@ class Load:
         engine.generate([prompt.ids for prompt in self._others], max_tokens=1, timeout=MAX_SECONDS)
         settle(engine)
         engine.reset_prefix_cache()
-        drop_page_cache(self._run.folder)
+        drop_page_cache(self._run.folder.parent)
         before = settle(engine)
         prompts = [prompt.ids for prompt in self._crowd]
         outputs = engine.generate(prompts, max_tokens=ANSWER_TOKENS, together=True, timeout=MAX_SECONDS)
@@ -182,15 +183,6 @@ class Load:
             "dropped": _sum(after, "dropped_blocks") - _sum(before, "dropped_blocks"),
             "leases": _sum(after, "leases_held"),
         }
-
-
-def _wait_written(engine: EngineProcess, folder: Path) -> None:
-    """Until the files there do not grow any more."""
-    before = -1
-    while before < (size := sum(path.stat().st_blocks for path in folder.rglob("*") if path.is_file())):
-        before = size
-        engine.generate([WAKE_UP], max_tokens=1)
-        time.sleep(2.0)
 
 
 def _sum(stats: dict[str, Any], name: str) -> float:
@@ -223,7 +215,7 @@ def row(who: str, runs: Sequence[dict[str, float]], samples: int, first: float) 
 
 def rows(
     prompts: int = 64, tokens: int = 2048, runs: int = 5, disk_mb: int = 200, deadline: str = "2s",
-    before: Path | None = None, peers: Sequence[str] = ("fs",), peer_python: str = sys.executable,
+    before: Path | None = None, peers: Sequence[str] = ("fs", "lmcache"), peer_python: Path | None = None,
     fork: bool = False,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One row of each engine; `deadline` is kvpact's `prepare_deadline`."""
@@ -243,18 +235,29 @@ def rows(
         arguments |= {"max_num_seqs": RUNNING, "disable_log_stats": False}
         model, kind = ensure_model(folder, SHAPE, TOKENIZER_TEXT), ForkedEngine if fork else EngineProcess
         sizes = every[0].blocks * block, len(every) * every[0].blocks * block
-        load = Load(Run(folder, model, arguments, peer_python, kind, *sizes), every[:prompts], every[prompts:], stack)
-        yield from _rows(load, folder, runs, slow, deadline, before, peers)
+        lives = folder / "lives"
+        lives.mkdir()
+        run = Run(lives, model, arguments, str(peer_python or sys.executable), kind, *sizes)
+        load = Load(run, every[:prompts], every[prompts:], stack)
+        missing = absent(peers, run.python)
+        yield from _rows(load, lives, runs, slow, deadline, before, [peer for peer in peers if peer not in missing])
+        for peer in missing:
+            yield {"who": peer, "failure": f"not there: {WAYS_TO_GET[peer]}"}
 
 
-def _fs(*, first: bool) -> Subject:
-    """vLLM's offloading over files, in host memory for as many prompts."""
-    offloading = Offloading("fs", "TimedTieringSpec", {"type": "fs", "root_dir": "{folder}"}, first)
+def _peers(peers: Sequence[str], *, first: bool) -> list[Subject]:
+    """vLLM's offloading over files and LMCache's server, with host memory for as many prompts in their second life."""
+    found = []
+    for subject in subjects(peers, Life(first))[1:]:
+        share = IN_MEMORY // 2 if subject.peer == "lmcache" else IN_MEMORY  # its server gets twice what it is told
 
-    def configure(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
-        return offloading(replace(run, longest_bytes=IN_MEMORY * run.longest_bytes), stack, folder)
+        def configure(
+            run: Run, stack: ExitStack, folder: Path, start: Configure = subject.configure, share: int = share
+        ) -> EngineSettings:
+            return start(replace(run, longest_bytes=share * run.longest_bytes), stack, folder)
 
-    return Subject("fs", "", configure)
+        found.append(replace(subject, configure=configure))
+    return found
 
 
 def _rows(
@@ -264,8 +267,7 @@ def _rows(
     first = [Subject("kvpact", "", Kvpact(here, "disk", deadline))]
     second = [Subject("kvpact, before", "", Kvpact(before, "disk-before", deadline))] if before is not None else []
     second += first
-    if "fs" in peers:
-        first, second = [*first, _fs(first=True)], [*second, _fs(first=False)]
+    first, second = [*first, *_peers(peers, first=True)], [*second, *_peers(peers, first=False)]
     folder.joinpath("disk").mkdir()
     load.fill(first)
     if before is not None:
