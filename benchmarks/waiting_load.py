@@ -70,11 +70,14 @@ def disk_held_to(folder: Path, bytes_per_second: int) -> Iterator[Path]:
     try:
         yield group / "cgroup.procs"
     finally:
-        for pid in group.joinpath("cgroup.procs").read_text().split():
+        until = time.monotonic() + 5.0
+        while group.exists() and time.monotonic() < until:  # processes that end keep it for a moment
+            for pid in group.joinpath("cgroup.procs").read_text().split():
+                with suppress(OSError):
+                    group.parent.joinpath("cgroup.procs").write_text(pid)
             with suppress(OSError):
-                group.parent.joinpath("cgroup.procs").write_text(pid)
-        with suppress(OSError):
-            group.rmdir()
+                group.rmdir()
+            time.sleep(0.05)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from benchmarks.waiting_load import disk_held_to, percentile, row
 
 RUNS = [
