@@ -151,10 +151,10 @@ def disk_bytes(store: Path) -> int:
     return total
 
 
-def answer(engine: EngineProcess, prompt: Prompt) -> Output | None:
+def answer(engine: EngineProcess, prompt: Prompt, patience: float = 180.0) -> Output | None:
     """None if its log-probabilities are no numbers."""
     try:
-        (output,) = engine.generate([prompt.ids])
+        (output,) = engine.generate([prompt.ids], timeout=patience)
     except ValidationError:
         return None
     return output
