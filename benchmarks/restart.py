@@ -178,7 +178,7 @@ class Restart:
         with hanging(subject.peer, store, engine, servers):
             try:
                 for prompt in prompts:
-                    engine.generate([prompt.ids], timeout=self._patience)
+                    answer(engine, prompt, self._patience)
                     answered += 1
             except EngineError as error:
                 found.notes += (f"hang: {str(error).splitlines()[0].partition(';')[0][:80]}",)

@@ -151,10 +151,10 @@ def disk_bytes(store: Path) -> int:
     return total
 
 
-def answer(engine: EngineProcess, prompt: Prompt) -> Output | None:
+def answer(engine: EngineProcess, prompt: Prompt, patience: float = 180.0) -> Output | None:
     """None if its log-probabilities are no numbers."""
     try:
-        (output,) = engine.generate([prompt.ids])
+        (output,) = engine.generate([prompt.ids], timeout=patience)
     except ValidationError:
         return None
     return output
@@ -168,7 +168,8 @@ def wait_written(engine: EngineProcess, store: Path) -> None:
         if (now := disk_bytes(store)) != size:
             size, since = now, time.monotonic()
         time.sleep(0.2)
-        engine.generate([WAKE_UP], max_tokens=1)
+        with suppress(ValidationError):  # what flipped bits leave in an engine's memory may spoil other prompts too
+            engine.generate([WAKE_UP], max_tokens=1)
 
 
 def flip_bits(store: Path, share: float, seed: int = 0) -> int:
