@@ -33,10 +33,8 @@ class BenchServe:
     def __call__(self, url: str, model: Path, folder: Path) -> Load:
         words: list[object] = [sys.executable, *COMMAND, "bench", "serve", "--backend", "openai", "--base-url", url]
         words += ["--model", MODEL, "--tokenizer", model, "--dataset-name", "prefix_repetition", "--seed", 1]
-        words += ["--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed", "--result-dir", folder]
-        words += ["--result-filename", "result.json"]
-        for name, value in self.options.items():
-            words += [f"--{name}", value]
+        words += ["--ignore-eos", "--save-result", "--save-detailed", "--result-filename", folder / "result.json"]
+        words += [word for name, value in self.options.items() for word in (f"--{name}", value)]
         run_client(words, folder / "client.log")
         return load_of(json.loads((folder / "result.json").read_text()))
 
