@@ -23,6 +23,10 @@ the last step took: at least 25 budgets, which are 5 ms, and at most 100. A step
 once would keep every decode waiting for 0.3 s. Less time would cost more than it spares: the engine asks each waiting
 request again in each step, and an engine with long steps must find enough requests to fill one."""
 
+TIER_SHARE = 0.01
+"""A step works for the tiers for this share of the time that the last one took, if that is more than its budget: a long
+step fills many blocks, which are to be written before others drive them out. At most `CROWD_BUDGETS`."""
+
 
 class StepBudget:
     """The cost of the running step: after `limit` seconds, what can wait is left to the next step.
@@ -44,6 +48,8 @@ class StepBudget:
         """Whether the last step put off probes and answered none."""
         self._whose_turn = 0
         self._ended_at = monotonic()
+        self._for_tiers = limit
+        """Seconds after which a step leaves work for the tiers to the next one."""
         self._crowd = CROWD_BUDGETS * limit
         """Seconds for probes of this step that memory alone answers."""
 
@@ -51,6 +57,11 @@ class StepBudget:
     def exhausted(self) -> bool:
         """Whether the step has used its budget: what can wait is left to the next step."""
         return self.charged + perf_counter() - self.hook_began > self.limit
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the step leaves what tiers have done, and what they are offered, to the next step."""
+        return self.charged + perf_counter() - self.hook_began > self._for_tiers
 
     def has_turn(self, waiting: Waiting, timeout: float, cache: ExternalCache) -> bool:
         """Whether `cache` is asked for the request that is probed now; if not, it is told PUT_OFF or DECLINED.
@@ -87,7 +98,7 @@ class StepBudget:
         """Do the one of `works` whose turn it is, even if the step is late, and the others while it has time."""
         self._whose_turn = (self._whose_turn + 1) % len(works)
         for at, work in enumerate(works):
-            if at == self._whose_turn or not self.exhausted:
+            if at == self._whose_turn or not self.is_late:
                 work()
 
     def end_step(self) -> float:
@@ -97,5 +108,6 @@ class StepBudget:
         spent, self.charged = self.charged, 0.0
         now = monotonic()
         lasted, self._ended_at = now - self._ended_at, now
+        self._for_tiers = min(max(self.limit, TIER_SHARE * lasted), CROWD_BUDGETS * self.limit)
         self._crowd = min(max(CROWD_BUDGETS * self.limit, CROWD_SHARE * lasted), MAX_CROWD_BUDGETS * self.limit)
         return spent

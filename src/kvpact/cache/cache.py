@@ -291,7 +291,7 @@ class PactCache(ExternalCache):
         settlements += [self._loads.end_late(load) for load in self._jobs.give_up(self._clock())]
         for save in saves:
             self.requests.records.note_saved(save.job.request_id, self.saves.settle(save))
-        if self.tiers.clients and not self.budget.exhausted:
+        if self.tiers.clients and not self.budget.is_late:
             self.writeback.offer_some()
         self._steps.end_saves(self._jobs.saves.__contains__)
         return settlements + spared

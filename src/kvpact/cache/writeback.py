@@ -114,7 +114,7 @@ class WriteBack:
         """
         while self._unwritten:
             self.offer(self._unwritten.popleft())
-            if len(self._unwritten) <= MAX_UNWRITTEN and self.tiers.budget.exhausted:
+            if len(self._unwritten) <= MAX_UNWRITTEN and self.tiers.budget.is_late:
                 break
 
     @property
@@ -133,7 +133,7 @@ class WriteBack:
     def offer_backlog(self) -> None:
         """Offer more of what memory held when the tiers were opened, while they have room."""
         for slot in self._backlog[:BACKLOG_SLOTS]:
-            if self.tiers.budget.exhausted or not self._has_room:
+            if self.tiers.budget.is_late or not self._has_room:
                 break
             self._backlog = self._backlog[1:]
             key = self.index.key_at(slot)
