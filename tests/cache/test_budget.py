@@ -128,3 +128,15 @@ def test_p11_a_crowd_that_memory_answers_is_spread_over_steps_and_none_starves(
             longest = MAX_CROWD_BUDGETS * STEP_BUDGET_SECONDS
             limit = min(max(CROWD_BUDGETS * STEP_BUDGET_SECONDS, CROWD_SHARE * lasted), longest)
             waiting = [each for each, done in zip(waiting, told, strict=True) if not done]
+
+
+def test_after_a_long_step_tiers_get_a_hundredth_of_its_time_and_after_a_short_one_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(monkeypatch)
+    for seconds, time in ((0.01, STEP_BUDGET_SECONDS), (0.1, 0.001), (2.0, CROWD_BUDGETS * STEP_BUDGET_SECONDS)):
+        steps.now += seconds
+        steps.budget.end_step()
+        for spent, is_late in ((0.9 * time, False), (1.1 * time, True)):
+            steps.spent = steps.budget.hook_began + spent
+            assert steps.budget.is_late is is_late
