@@ -13,9 +13,10 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from benchmarks import serving_engines, serving_prefix, serving_traces, serving_turns
+from benchmarks.e2e_engines import Run
 from benchmarks.serving_engines import Load, Round, held, row, serve_command
 
-from kvpact_testkit.demo.engine import EngineSettings
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 
 MIB = 1 << 20
 
@@ -41,7 +42,7 @@ def test_the_multi_turn_benchmark_is_read_by_its_later_turns() -> None:
 
 def test_aiperf_is_read_request_by_request() -> None:
     whole = {"metrics": {"time_to_first_token": {"value": 30.0, "unit": "ms"}}, "error": None}
-    records = [
+    records: list[dict[str, Any]] = [
         {**whole, "metadata": {"request_start_ns": 1_000_000_000, "request_end_ns": 2_000_000_000}},
         {"error": {"code": 500}, "metadata": {"request_start_ns": 1_500_000_000, "request_end_ns": 3_000_000_000}},
     ]
@@ -95,7 +96,7 @@ def test_percentiles_lie_between_readings() -> None:
 
 
 def test_what_kvpact_holds_stands_beside_its_bounds(tmp_path: Path) -> None:
-    run = serving_engines.Run(tmp_path, tmp_path, {}, "", serving_engines.EngineProcess, 0, 64 * MIB)
+    run = Run(tmp_path, tmp_path, {}, "", EngineProcess, 0, 64 * MIB)
     stats = {"leases_held": 0.0, 'held_blocks{tier="memory"}': 3.0, 'capacity_blocks{tier="memory"}': 4.0}
     assert held({}, tmp_path, run, MIB) == {}
     assert held(stats, tmp_path, run, MIB) == {

@@ -135,7 +135,7 @@ def test_p11_a_disk_that_hangs_costs_each_request_its_deadline_and_no_more_than_
     scene.cache.end_step()
     crowd = [prompt(f"r{seed}", seed) for seed in range(6)]
     scene.disk.stalled_steps = 10_000
-    began, answered = scene.now, {}
+    began, answered = scene.now, dict[str, float]()
     while len(answered) < len(crowd) and scene.now < began + 60:
         for request in crowd:
             if request.request_id not in answered and scene.cache.prepare_external_match(request, 0) is not None:
