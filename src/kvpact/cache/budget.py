@@ -48,8 +48,8 @@ class StepBudget:
         """Whether the last step put off probes and answered none."""
         self._whose_turn = 0
         self._ended_at = monotonic()
-        self._for_tiers = limit
-        """Seconds after which a step leaves work for the tiers to the next one."""
+        self._for_tiers = 0.0
+        """Seconds that a step works for the tiers, if that is more than `limit`."""
         self._crowd = CROWD_BUDGETS * limit
         """Seconds for probes of this step that memory alone answers."""
 
@@ -61,7 +61,7 @@ class StepBudget:
     @property
     def is_late(self) -> bool:
         """Whether the step leaves what tiers have done, and what they are offered, to the next step."""
-        return self.charged + perf_counter() - self.hook_began > self._for_tiers
+        return self.charged + perf_counter() - self.hook_began > max(self.limit, self._for_tiers)
 
     def has_turn(self, waiting: Waiting, timeout: float, cache: ExternalCache) -> bool:
         """Whether `cache` is asked for the request that is probed now; if not, it is told PUT_OFF or DECLINED.
@@ -108,6 +108,6 @@ class StepBudget:
         spent, self.charged = self.charged, 0.0
         now = monotonic()
         lasted, self._ended_at = now - self._ended_at, now
-        self._for_tiers = min(max(self.limit, TIER_SHARE * lasted), CROWD_BUDGETS * self.limit)
+        self._for_tiers = min(TIER_SHARE * lasted, CROWD_BUDGETS * self.limit)
         self._crowd = min(max(CROWD_BUDGETS * self.limit, CROWD_SHARE * lasted), MAX_CROWD_BUDGETS * self.limit)
         return spent

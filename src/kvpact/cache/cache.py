@@ -165,7 +165,7 @@ class PactCache(ExternalCache):
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
         state = self.requests.probed(request, num_computed_tokens)
-        if self._planner.still_waits(request.request_id, state, num_computed_tokens):
+        if state.waiting.facts and self._planner.still_waits(request.request_id, state, num_computed_tokens):
             return None
         if self.saves.lazy is not None:
             self.saves.lazy.note_probe(request.request_id, state)
@@ -278,6 +278,7 @@ class PactCache(ExternalCache):
         """See `ExternalCache`."""
         self._steps.abandon_step()
         self._load_budget.end_step()
+        self._planner.queue.end_step()
         self.apply_report(self._jobs.abandon_step())
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:

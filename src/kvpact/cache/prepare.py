@@ -270,9 +270,10 @@ class Planner:
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
-        if self.config.prepare_deadline <= 0:
-            return -inf
-        return state.waiting.deadline(self.prefill, self.queue.moved_at + self.config.prepare_deadline)
+        patience = self.config.prepare_deadline
+        if patience <= 0 or state.waiting.until is None:
+            return inf if patience > 0 else -inf
+        return state.waiting.deadline(self.prefill, self.queue.moved_at + patience)
 
     def _find(self, state: RequestState, keys: Sequence[BlockKey], now: float, start: int = 0) -> Availability:
         """Where these blocks of a request are, of which the engine has those before `start`.
@@ -388,13 +389,12 @@ class Planner:
 
     def _waits_for_room(self, probe: _Probe, end: int, available: Availability) -> bool:
         """Whether the request waits until others leave room for its blocks up to `end`; if none has any, none comes."""
-        waiting, first = probe.state.waiting, max(probe.start, available.resident)
-        held = len(probe.plan.leases) if probe.plan is not None else 0
+        first, held = max(probe.start, available.resident), 0 if probe.plan is None else len(probe.plan.leases)
         if self.index.pinned_count <= held or self.reads.hang(first, available.by_tier):
             return False
         claim = self.reads.claim(first, end, available.by_tier, min(end, self.index.known_prefix(probe.keys)))
         prefill = self.prefill if self.config.recompute_if_faster else None
-        if not self.queue.wait(waiting, claim, first - probe.start, prefill):
+        if not self.queue.wait(probe.state.waiting, claim, first - probe.start, prefill):
             return False
         if probe.plan is None:
             self.ledger.end(probe.request_id, EndReason.SUPERSEDED)

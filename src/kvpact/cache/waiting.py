@@ -173,10 +173,10 @@ class Waiting:
 
         While that is unknown, not before `moves_until`.
         """
-        if self.until is None or not self.ahead:
-            return inf if self.until is None else self.until
-        seconds = prefill.seconds_for(self.ahead)
-        return self.until + seconds if seconds else max(self.until, moves_until)
+        if self.until is None:
+            return inf
+        seconds = prefill.seconds_for(self.ahead) if self.ahead else 0.0
+        return self.until + seconds if seconds or not self.ahead else max(self.until, moves_until)
 
     def may_wait(self, now: float) -> bool:
         """Whether its deadline has not passed."""
