@@ -95,9 +95,7 @@ def rows(tokens: int = 1024, answer: int = 96, rounds: int = 12, fork: bool = Fa
     dtype = Plan.for_this_machine().dtype
     shape = WIDE if dtype == "bfloat16" else NARROW
     blocks = CLIENTS * (-(-(tokens + answer) // BLOCK) + 1)
-    round_bytes = (
-        blocks * BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if dtype == "bfloat16" else 4)
-    )
+    round_bytes = blocks * BLOCK * shape.token_bytes(dtype)
     length = tokens + answer + BLOCK
     arguments = {"dtype": dtype, "max_model_len": length, "max_num_batched_tokens": CLIENTS * length}
     with tempfile.TemporaryDirectory(prefix="kvpact-decodes-") as name, ExitStack() as stack:

@@ -44,7 +44,7 @@ from benchmarks.e2e_engines import (
     on_core,
 )
 from benchmarks.e2e_runs import BLOCK, Cold, Name, Prompt, RawDisk, RawRedis, Runner, Warm, started
-from benchmarks.needs import find_testbeds
+from benchmarks.needs import find_testbeds, require_known
 from benchmarks.table import spread
 from kvpact_testkit.demo.engine import EngineProcess
 from kvpact_testkit.demo.messages import Output
@@ -212,8 +212,7 @@ def say(what: str) -> None:
 
 
 def _check(tokens: Sequence[int], cold: int, prompts: int, rounds: int, peers: Sequence[str]) -> None:
-    if unknown := set(peers) - set(PEERS):
-        raise SystemExit(f"--peers: {', '.join(sorted(unknown))} is not one of {', '.join(PEERS)}")
+    require_known("--peers", peers, PEERS)
     if not tokens or min(tokens) < SHORTEST or len(set(tokens)) < len(tokens):
         raise SystemExit(f"--tokens: different lengths of at least {SHORTEST}, not {','.join(map(str, tokens))}")
     if prompts < 2:
@@ -253,7 +252,7 @@ def run_of(
 
     dtype = Plan.for_this_machine().dtype
     shape = WIDE if dtype == "bfloat16" else NARROW
-    block_bytes = BLOCK * 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if dtype == "bfloat16" else 4)
+    block_bytes = BLOCK * shape.token_bytes(dtype)
     sizes = [prompt.blocks * block_bytes for prompt in prompts]
     length = max(tokens) + 2 * BLOCK
     arguments = {"dtype": dtype, "max_model_len": length, "max_num_batched_tokens": length}

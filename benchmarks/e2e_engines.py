@@ -167,8 +167,12 @@ def _serve(stack: ExitStack, command: Sequence[object], log: Path, port: int) ->
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
             return
         time.sleep(0.05)
-    last = (log.read_text(errors="replace").splitlines() or [""])[-1]
-    raise RuntimeError(f"{Path(str(command[0])).name} does not listen: {last[:200]}")
+    raise RuntimeError(f"{Path(str(command[0])).name} does not listen: {last_line(log.read_text(errors='replace'))}")
+
+
+def last_line(text: str) -> str:
+    """Of what a program has printed."""
+    return (text.strip().splitlines() or [""])[-1][:200]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ ONE_LAYER = ModelShape(
     layers=1, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=2048, positions=1 << 17
 )
 LAYERS = 32
-TOKEN_BYTES = 2 * LAYERS * ONE_LAYER.kv_heads * ONE_LAYER.head_dim * 2
+TOKEN_BYTES = LAYERS * ONE_LAYER.token_bytes("bfloat16")
 ANSWER = 64
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from benchmarks.needs import require_vllm
+from benchmarks.needs import require_known, require_vllm
 from benchmarks.table import ratio, spread
 
 SLOT_BYTES = 4096
@@ -235,8 +235,7 @@ def rows(
     `lmcache_port`: of an `lmcache server` whose `--supported-transfer-mode` is `auto`.
     """
     require_vllm()
-    if unknown := set(subjects) - set(SUBJECTS):
-        raise SystemExit(f"--subjects: {', '.join(sorted(unknown))} is not one of {', '.join(SUBJECTS)}")
+    require_known("--subjects", subjects, SUBJECTS)
     logging.disable(logging.WARNING)
     subjects = (*subjects, LMCACHE) if lmcache_port else subjects
     found: list[dict[str, Any]] = []

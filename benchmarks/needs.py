@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,12 @@ def require_vllm() -> None:
     """Raise ModuleNotFoundError if vLLM is not there, which the command says in one line."""
     if find_spec("vllm") is None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+
+def require_known(option: str, words: Iterable[str], known: Collection[str]) -> None:
+    """End the program with one line if the option names something else."""
+    if unknown := set(words) - set(known):
+        raise SystemExit(f"{option}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
 
 
 def find_testbeds() -> None:

@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from benchmarks.e2e import SHORTEST, Asked, Comparison, run_of, say
 from benchmarks.e2e_engines import NO_CACHE, WAYS_TO_GET, Run, Subject, engines_with_room
 from benchmarks.e2e_runs import WAKE_UP, Cold, Name, Prompt, Runner, Warm
-from benchmarks.needs import find_testbeds, require_vllm
+from benchmarks.needs import find_testbeds, require_known, require_vllm
 from benchmarks.restart_stores import (
     PEERS,
     STORES,
@@ -45,7 +45,7 @@ from benchmarks.restart_stores import (
     subjects,
     wait_written,
 )
-from benchmarks.table import spread
+from benchmarks.table import percentile, spread
 from kvpact_testkit.demo.engine import EngineError
 from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.phases import drop_page_cache, settle
@@ -244,9 +244,8 @@ def row(name: str, tokens: int, found: Readings, local_ms: Sequence[float], boun
 
 def times_of(milliseconds: Sequence[float]) -> dict[str, Any]:
     """The columns of prompts after a restart."""
-    last = quantiles(milliseconds, n=100, method="inclusive")[98] if len(milliseconds) > 1 else milliseconds[0]
-    p50 = round(median(milliseconds), 1)
-    return {"readings": len(milliseconds), "restart_p50_ms": p50, "restart_p99_ms": round(last, 1)}
+    p50, p99 = round(median(milliseconds), 1), round(percentile(milliseconds, 99), 1)
+    return {"readings": len(milliseconds), "restart_p50_ms": p50, "restart_p99_ms": p99}
 
 
 def _run(
@@ -290,8 +289,7 @@ def rows(
     restart. `peer_python` is an interpreter that has vLLM and the packages of peers, by default this one. `patience`:
     seconds that a request may take while its store hangs. With `fork` engines start three times as fast: for tests.
     """
-    if unknown := set(peers) - set(PEERS):
-        raise SystemExit(f"--peers: {', '.join(sorted(unknown))} is not one of {', '.join(PEERS)}")
+    require_known("--peers", peers, PEERS)
     if tokens < SHORTEST or prompts < 2 or rounds < 2:
         raise SystemExit(f"--tokens from {SHORTEST} on, --prompts and --rounds from 2 on")
     require_vllm()

@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from openai import OpenAIError
 
 from benchmarks import e2e_engines
 from benchmarks.e2e import NARROW, WIDE, say
-from benchmarks.e2e_engines import LMCache, Mooncake, Run, Subject
-from benchmarks.needs import find_testbeds, require_vllm
-from benchmarks.table import spread
+from benchmarks.e2e_engines import LMCache, Mooncake, Run, Subject, last_line
+from benchmarks.needs import find_testbeds, require_known, require_vllm
+from benchmarks.table import percentile, spread
 from kvpact.config import load_config
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.model import ensure_model
@@ -121,8 +121,7 @@ class Round:
 
     def percentile(self, percent: int) -> float:
         """Milliseconds to the first token."""
-        times = self.load.first_token_ms
-        return quantiles(times, n=100, method="inclusive")[percent - 1] if len(times) > 1 else times[0]
+        return percentile(self.load.first_token_ms, percent)
 
 
 def run_client(command: Sequence[object], log: Path, **environment: str) -> str:
@@ -134,11 +133,6 @@ def run_client(command: Sequence[object], log: Path, **environment: str) -> str:
     if ended.returncode:
         raise RuntimeError(f"the client ended with {ended.returncode}: {last_line(text)}")
     return text
-
-
-def last_line(text: str) -> str:
-    """Of what a program has printed."""
-    return (text.strip().splitlines() or [""])[-1][:200]
 
 
 def cached(name: str) -> Path:
@@ -277,8 +271,7 @@ def compare(
     sizes: Sizes, rounds: int, peers: Sequence[str], peer_python: Path | None, client: Client
 ) -> Iterator[dict[str, Any]]:
     """A row for each subject: the engine with enough KV memory first, then those of `peers`."""
-    if unknown := set(peers) - set(PEERS):
-        raise SystemExit(f"--peers: {', '.join(sorted(unknown))} is not one of {', '.join(PEERS)}")
+    require_known("--peers", peers, PEERS)
     if rounds < 1:
         raise SystemExit(f"--rounds: at least 1, not {rounds}")
     require_vllm()
@@ -304,7 +297,7 @@ def _run(folder: Path, sizes: Sizes, python: str) -> tuple[Run, int]:
     """What all servers share, and the bytes of a block; small KV memory is for a quarter of all tokens."""
     dtype = Plan.for_this_machine().dtype
     shape = WIDE if dtype == "bfloat16" else NARROW
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if dtype == "bfloat16" else 4)
+    token = shape.token_bytes(dtype)
     lengths = {"max_model_len": sizes.longest, "max_num_batched_tokens": STEP_TOKENS, "block_size": sizes.block}
     arguments = {"dtype": dtype, "max_num_seqs": RUNNING, **lengths}
     model = ensure_model(folder, shape, corpus())

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.needs import require_known
 from benchmarks.serving_engines import MODEL, PEERS, Load, Sizes, cached, compare, pip, run_client
 
 NAME = "traces"
@@ -158,8 +159,7 @@ def rows(
 
     `peer_python` is an interpreter that has vLLM and the packages of peers, by default this one.
     """
-    if unknown := set(traces) - set(TRACES):
-        raise SystemExit(f"--traces: {', '.join(sorted(unknown))} is not one of {', '.join(TRACES)}")
+    require_known("--traces", traces, TRACES)
     python = aiperf_python or made_python()
     for trace in traces:
         with tempfile.TemporaryDirectory(prefix="kvpact-trace-") as folder:

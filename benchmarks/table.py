@@ -14,10 +14,18 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: round(median(values), 4), f"{name}_q1": round(low, 4), f"{name}_q3": round(high, 4)}
 
 
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Of one value that value."""
+    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
+
+
 def step_columns(seconds: Sequence[float]) -> dict[str, float]:
     """The columns of the steps' CPU times, in ms: median, 99th percentile and most."""
-    cuts = quantiles(seconds, n=100, method="inclusive")
-    columns = {"cpu_ms_step_median": median(seconds), "cpu_ms_step_p99": cuts[98], "cpu_ms_worst_step": max(seconds)}
+    columns = {
+        "cpu_ms_step_median": median(seconds),
+        "cpu_ms_step_p99": percentile(seconds, 99),
+        "cpu_ms_worst_step": max(seconds),
+    }
     return {name: round(value * 1e3, 4) for name, value in columns.items()}
 
 

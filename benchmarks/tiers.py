@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import local
 from typing import Any
 
-from benchmarks.needs import find_testbeds
+from benchmarks.needs import find_testbeds, require_known
 from benchmarks.table import spread
 
 find_testbeds()
@@ -170,8 +170,7 @@ def rows(
     rounds: int = 7,
 ) -> list[dict[str, Any]]:
     """One row for each tier, way and number in flight; each moves a chain of `blocks` blocks."""
-    if unknown := set(tiers) - set(TIERS):
-        raise SystemExit(f"--tiers: {', '.join(sorted(unknown))} is not one of {', '.join(TIERS)}")
+    require_known("--tiers", tiers, TIERS)
     found: list[dict[str, Any]] = []
     for name in tiers:
         found += _measure(name, block_kib << 10, blocks, in_flight, rounds)

@@ -17,21 +17,20 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
-from benchmarks.e2e import in_turns, say
+from benchmarks.e2e import Asked, Comparison, in_turns, say
 from benchmarks.e2e_engines import WAYS_TO_GET, Configure, Run, Subject
-from benchmarks.e2e_runs import BLOCK, WAKE_UP, Prompt, Runner, started
+from benchmarks.e2e_runs import BLOCK, WAKE_UP, Prompt, Runner
 from benchmarks.needs import find_testbeds
 from benchmarks.restart_stores import Life, absent, children, subjects, wait_written
-from benchmarks.table import ratio, spread
+from benchmarks.table import percentile, ratio, spread
 from kvpact.config import load_config
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.messages import Output
@@ -45,40 +44,7 @@ RUNNING, IN_MEMORY, IN_ENGINE = 16, 8, 24
 """Requests that the engine runs, and prompts for which its cache and the engine have memory."""
 ANSWER_TOKENS = 8
 MAX_SECONDS = 1200.0
-SLICES = Path("/sys/fs/cgroup")
-
-
-@contextmanager
-def disk_held_to(folder: Path, bytes_per_second: int) -> Iterator[Path]:
-    """A control group whose processes read the disk of `folder` at most so fast; yields its list of processes."""
-    device = os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    if Path(f"/sys/dev/block/{number}/partition").exists():
-        number = Path(f"/sys/dev/block/{number}/../dev").read_text().strip()
-    old = SLICES / "blkio"
-    group = (old if old.exists() else SLICES) / f"kvpact-{os.getpid()}"
-    try:
-        group.mkdir()
-        if old.exists():
-            group.joinpath("blkio.throttle.read_bps_device").write_text(f"{number} {bytes_per_second}")
-        else:
-            SLICES.joinpath("cgroup.subtree_control").write_text("+io")
-            group.joinpath("io.max").write_text(f"{number} rbps={bytes_per_second}")
-    except OSError as error:
-        with suppress(OSError):
-            group.rmdir()
-        raise SystemExit(f"{group}: no limit for reads of device {number}: {error}: run as root, on a disk") from None
-    try:
-        yield group / "cgroup.procs"
-    finally:
-        until = time.monotonic() + 5.0
-        while group.exists() and time.monotonic() < until:  # processes that end keep it for a moment
-            for pid in group.joinpath("cgroup.procs").read_text().split():
-                with suppress(OSError):
-                    group.parent.joinpath("cgroup.procs").write_text(pid)
-            with suppress(OSError):
-                group.rmdir()
-            time.sleep(0.05)
+NOTHING = Asked((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +58,7 @@ class Kvpact:
     def __call__(self, run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
         extra = {
             "memory": f"{IN_MEMORY * run.longest_bytes}B",
-            "tiers": [f"disk://{run.folder / self.disk}?capacity=16GiB"],
+            "tiers": [f"disk://{run.folder.parent / self.disk}?capacity=16GiB"],
             "stats_file": str(folder / "stats.json"),
             "prepare_deadline": self.deadline,
         }
@@ -104,15 +70,16 @@ class Kvpact:
         )
 
 
-def engine_settings(run: Run, settings: EngineSettings) -> EngineSettings:
+def _with_room(start: Configure) -> Configure:
     """With KV memory for the requests that run, and some that are being loaded."""
-    room = IN_ENGINE * run.longest_bytes
-    return replace(settings, arguments={**settings.arguments, "kv_cache_memory_bytes": room})
 
+    def configure(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
+        settings = start(run, stack, folder)
+        return replace(
+            settings, arguments={**settings.arguments, "kv_cache_memory_bytes": IN_ENGINE * run.longest_bytes}
+        )
 
-def percentile(values: Sequence[float], share: int) -> float:
-    """Of at least two values."""
-    return quantiles(values, n=100, method="inclusive")[share - 1]
+    return configure
 
 
 class Load:
@@ -127,24 +94,13 @@ class Load:
 
     def start(self, life: str, subjects: Sequence[Subject]) -> list[Runner]:
         """Those that started; they stand still."""
-        runners: list[Runner] = []
-        for subject in subjects:
-            say(f"starting {subject.name} ({life})")
-            folder = self._run.folder / f"{life}-{len(runners)}"
-            folder.mkdir()
-            try:
-                settings = engine_settings(self._run, subject.configure(self._run, self._stack, folder))
-                engine = subject.kind(self._run)(settings, folder / "log")
-                runner = Runner(subject.name, subject.source, engine, folder)
-            except RuntimeError as error:
-                self.failures[subject.name] = str(error)
-                continue
-            self._stack.callback(runner.end)
-            first = 20 if life == "first" else 40
-            started([runner], Prompt(512, -1, [*range(first, first + 512)]))
-            runners.append(runner)
-        self.failures |= {runner.name: runner.failure for runner in runners if runner.failure}
-        return [runner for runner in runners if not runner.failure]
+        run = replace(self._run, folder=self._run.folder / life)
+        run.folder.mkdir()
+        first = 20 if life == "first" else 40
+        lives = Comparison(run, NOTHING, Prompt(512, -1, [*range(first, first + 512)]), 1, self._stack)
+        runners = lives.start([replace(each, configure=_with_room(each.configure)) for each in subjects])
+        self.failures |= lives.failures
+        return runners
 
     def fill(self, subjects: Sequence[Subject]) -> None:
         """A first life: the prompts are computed, one after the other, and written."""
@@ -154,7 +110,7 @@ class Load:
                 for prompt in (*self._crowd, *self._others):
                     engine.generate([prompt.ids], max_tokens=1)
                 settle(engine)
-                wait_written(engine, self._run.folder.parent)
+                wait_written(engine, self._run.folder)
             if runner.failure:
                 self.failures[runner.name] = runner.failure
             runner.end(in_order=True)
@@ -178,7 +134,7 @@ class Load:
         engine.generate([prompt.ids for prompt in self._others], max_tokens=1, timeout=MAX_SECONDS)
         settle(engine)
         engine.reset_prefix_cache()
-        drop_page_cache(self._run.folder.parent)
+        drop_page_cache(self._run.folder)
         before = settle(engine)
         prompts = [prompt.ids for prompt in self._crowd]
         outputs = engine.generate(prompts, max_tokens=ANSWER_TOKENS, together=True, timeout=MAX_SECONDS)
@@ -224,6 +180,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One row of each engine; `deadline` is kvpact's `prepare_deadline`."""
     from forked_engine import ForkedEngine
+    from stalled_disk import disk_held_to
     from tiny_engine import TOKENIZER_TEXT
 
     source, dtype = random.Random(prompts), Plan.for_this_machine().dtype
@@ -231,20 +188,20 @@ def rows(
         Prompt(tokens, number, source.choices(range(16, SHAPE.vocabulary), k=tokens + 24))
         for number in range(prompts + IN_MEMORY)
     ]
-    block = BLOCK * 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * (2 if dtype == "bfloat16" else 4)
     with tempfile.TemporaryDirectory(prefix="kvpact-waiting-") as name, ExitStack() as stack:
         folder = Path(name)
-        slow = stack.enter_context(disk_held_to(folder, disk_mb * 10**6))
+        try:
+            slow = stack.enter_context(disk_held_to(folder, disk_mb * 10**6))
+        except OSError as error:
+            raise SystemExit(f"{folder}: no limit for reads of its disk: {error}: run as root, on a disk") from None
         arguments = {"dtype": dtype, "max_model_len": tokens + 2 * BLOCK, "max_num_batched_tokens": 8192}
         arguments |= {"max_num_seqs": RUNNING, "disable_log_stats": False}
         model, kind = ensure_model(folder, SHAPE, TOKENIZER_TEXT), ForkedEngine if fork else EngineProcess
-        sizes = every[0].blocks * block, len(every) * every[0].blocks * block
-        lives = folder / "lives"
-        lives.mkdir()
-        run = Run(lives, model, arguments, str(peer_python or sys.executable), kind, *sizes)
+        longest = every[0].blocks * BLOCK * SHAPE.token_bytes(dtype)
+        run = Run(folder, model, arguments, str(peer_python or sys.executable), kind, longest, len(every) * longest)
         load = Load(run, every[:prompts], every[prompts:], stack)
         missing = absent(peers, run.python)
-        yield from _rows(load, lives, runs, slow, deadline, before, [peer for peer in peers if peer not in missing])
+        yield from _rows(load, folder, runs, slow, deadline, before, [peer for peer in peers if peer not in missing])
         for peer in missing:
             yield {"who": peer, "failure": f"not there: {WAYS_TO_GET[peer]}"}
 

@@ -166,6 +166,7 @@ class LedgerMachine(RuleBasedStateMachine):
         chosen = self.ledger.yielding_plans(lambda plan: True)[: wanted - 1]
         assert all(plan.state is State.PENDING or plan.postponed for plan in chosen)
         self.ledger.make_room(lambda: next(rooms, wanted), wanted - 1, lambda plan: True)
+        assert not any(plan.is_open for plan in chosen)
         assert all(plan.is_open for plan in asked_now)
 
     @rule(request=REQUESTS)

@@ -270,10 +270,10 @@ class Planner:
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
-        patience = self.config.prepare_deadline
-        if patience <= 0 or state.waiting.until is None:
+        waiting, patience = state.waiting, self.config.prepare_deadline
+        if patience <= 0 or waiting.until is None:
             return inf if patience > 0 else -inf
-        return state.waiting.deadline(self.prefill, self.queue.moved_at + patience)
+        return self.queue.deadline(waiting.until, waiting.ahead, self.prefill, patience)
 
     def _find(self, state: RequestState, keys: Sequence[BlockKey], now: float, start: int = 0) -> Availability:
         """Where these blocks of a request are, of which the engine has those before `start`.

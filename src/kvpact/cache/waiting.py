@@ -50,8 +50,9 @@ itself. They meet through the contract alone: AHEAD starts the cache's deadline 
 to both. Between these messages each is right about what it knows, and
 the adapter's LATER may be the cache's PUT_OFF. One difference can be seen: if the engine kept a request waiting for so
 long that its postponed plan ended, only the cache hears of it and lets the request wait anew. The adapter's deadline
-stays over, and a step without time may decline the request where the cache would have put it off. It'd be nice to have
-one object; it would have to live on the engine's side of the contract, which would then have to say what it means.
+stays over, and a step without time may decline the request where the cache would have put it off. None is declined
+while the cache's own deadline runs, which is later for who waits for room (`ExternalCache.may_wait`). It'd be nice to
+have one object; it would have to live on the engine's side of the contract, which would then have to say what it means.
 
 ANSWERED matters to the adapter alone (who was answered before is not put off, for its promise holds), CHANGED to the
 cache alone. And DECLINED could be ANSWERED but for this: the engine spent no time on it, so when the request comes back
@@ -168,16 +169,6 @@ class Waiting:
         if event in SETS or (event in BEGINS and self.until is None):
             self.until = until
 
-    def deadline(self, prefill: PrefillRate, moves_until: float) -> float:
-        """When its deadline ends: later by the time in which the engine would compute what is `ahead`.
-
-        While that is unknown, not before `moves_until`.
-        """
-        if self.until is None:
-            return inf
-        seconds = prefill.seconds_for(self.ahead) if self.ahead else 0.0
-        return self.until + seconds if seconds or not self.ahead else max(self.until, moves_until)
-
     def may_wait(self, now: float) -> bool:
         """Whether its deadline has not passed."""
         return self.until is None or now < self.until
@@ -213,6 +204,15 @@ class Queue:
     def end_step(self) -> None:
         """The next step asks from the head of the queue."""
         self._blocks, self._seconds, self.lacks = 0, 0.0, 0
+
+    def deadline(self, until: float, ahead: int | None, prefill: PrefillRate, patience: float) -> float:
+        """When the deadline of a request ends that would end at `until`, but for the tokens `ahead` of it.
+
+        It is later by the time in which the engine would compute those. While that is unknown it is not before
+        `patience` seconds after the queue last moved.
+        """
+        seconds = prefill.seconds_for(ahead) if ahead else 0.0
+        return until + seconds if seconds or not ahead else max(until, self.moved_at + patience)
 
     @property
     def _share(self) -> int:

@@ -29,6 +29,10 @@ class ModelShape:
     vocabulary: int = 2048
     positions: int = 8192
 
+    def token_bytes(self, dtype: str) -> int:
+        """Keys and values of one token, in "bfloat16" or in four bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * (2 if dtype == "bfloat16" else 4)
+
 
 SLOW_SHAPE = ModelShape(layers=12, heads=4, kv_heads=4, head_dim=128, intermediate=512)
 """For a processor without AVX-512: fewer layers, each with as many keys and values but less to compute."""
