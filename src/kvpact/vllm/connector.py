@@ -282,6 +282,8 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.message() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
         failed = failed_requests(connector_output)
+        if connector_output.finished_recving:
+            self.scheduler_side.loads_ended(connector_output.finished_recving)
         self.scheduler_side.apply_report(report, set(connector_output.invalid_block_ids), failed)
 
     @guarded(lambda: (False, None))

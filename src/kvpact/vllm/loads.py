@@ -49,6 +49,15 @@ class CommittedLoads:
         """Loads that the workers are to report as failed."""
         self._adapters: dict[str, AdapterUsed] = {}
         """Request id -> the adapter for which its blocks were loaded, until a step has run with them."""
+        self.ended: set[str] = set()
+        """Requests of which the engine knows that their asynchronous load has ended, until a step computes them."""
+        self.must_step_aside = False
+        """Whether the next step computes nothing unless the engine looks past every request it asks about.
+
+        Before 0.31 vLLM notices that a load has ended only when it comes to the request in its queue, and stops at the
+        first one for which it has no blocks. So one that had to ask again later stops the queue for good if those
+        loaded after it hold the blocks it needs.
+        """
 
     # The scheduler's step
 
@@ -121,8 +130,10 @@ class CommittedLoads:
         return [load.job for load in self._loads.values() if load.job and load.job.job_id in job_ids]
 
     def run(self, request_ids: KeysView[str]) -> tuple[AdapterUsed, ...]:
-        """The adapters that must be in use for those of these requests that now run with loaded blocks for the first
-        time."""
+        """A step computes these requests; returns the adapters that must be in use for those of them that now run with
+        loaded blocks for the first time."""
+        self.ended -= request_ids
+        self.must_step_aside = bool(self.ended and not request_ids and not self.must_step_aside)
         return tuple(map(self._adapters.pop, self._adapters.keys() & request_ids))
 
     def end_step(self) -> None:
@@ -172,5 +183,6 @@ class CommittedLoads:
     def request_finished(self, request_id: str) -> None:
         """No step will run with the blocks that were loaded for this request."""
         self._adapters.pop(request_id, None)
+        self.ended.discard(request_id)
         if self.whole_requests and self.is_distrusted(request_id):
             del self._loads[request_id]

@@ -174,6 +174,8 @@ class SchedulerSide:
         view = self._view(request)
         view.answer = None
         mounted = self.mounted
+        if self.loads.must_step_aside:
+            return None
         if mounted is None or not mounted.may_serve():
             return NO_MATCH
         cache = mounted.cache
@@ -407,6 +409,10 @@ class SchedulerSide:
             if not settlement.skipped_tokens:  # what a step skipped the engine's scheduler class counts
                 alive = settlement.request_id in self._requests
                 self.loads.settle(settlement, mounted.weights.epochs, is_alive=alive)
+
+    def loads_ended(self, request_ids: Collection[str]) -> None:
+        """The engine hears of the end of these requests' asynchronous loads."""
+        self.loads.ended.update(self._requests.keys() & request_ids)
 
     def note_end(self, request: Any) -> None:
         """The request has said its last token: its last whole block may have got its name only now.
