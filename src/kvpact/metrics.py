@@ -161,7 +161,7 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("written_blocks", "counter", "blocks", "Blocks written to the tier."),
     _by_tier("written_bytes", "counter", "bytes", "Bytes written to the tier."),
     _by_tier("damaged_records", "counter", "records", "Records with a wrong checksum or header; none was served."),
-    _by_tier("dropped_writes", "counter", "blocks", "Blocks not written: the queue was full, or the write failed."),
+    _by_tier("dropped_writes", "counter", "blocks", "Blocks not written: queue full, a failure, or no room in memory."),
     _by_tier("skipped_lookups", "counter", "lookups", "Lookups not asked of the tier, because it was ill."),
     _by_tier("tier_failures", "counter", "operations", "Operations that the tier failed, or did not end in time."),
     Metric("resets", "counter", "resets", "Resets, after which nothing stored before is served."),

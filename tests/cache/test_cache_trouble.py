@@ -164,11 +164,31 @@ def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path:
     for _ in range(2):
         scene.cache.end_step()
     assert not scene.cache.has_pending_work
+    assert scene.cache.metrics.snapshot()[series("dropped_writes", "disk")] == 3
     scene.run_cold(request(3, "second"))
     scene.cache.reset()
     assert not scene.cache.has_pending_work
     scene.close()
     assert scene.cache.metrics.snapshot()[series("written_blocks", "disk")] == 0
+
+
+def test_blocks_that_memory_drops_before_they_are_offered_are_counted_once_where_they_lack(tmp_path: Path) -> None:
+    """Two blocks are on disk. The prompt comes again with two more, and then with a fifth; memory loses all."""
+    scene = Scene(tiers=[open_disk(tmp_path)])
+    blocks = tokens(5 * BLOCK_SIZE)
+    scene.run_cold(SceneRequest("two", blocks[: 2 * BLOCK_SIZE]))
+    scene.settle_tiers()
+    scene.forget_memory()
+    steps = [scene.step_computing(SceneRequest(str(count), blocks[: count * BLOCK_SIZE])) for count in (4, 5)]
+    scene.cache.budget.limit = 0.0
+    for step in steps:
+        scene.report(step)
+    scene.forget_memory()
+    scene.cache.budget.limit = inf
+    scene.cache.end_step()
+    counts = scene.cache.metrics.snapshot()
+    assert (counts[series("written_blocks", "disk")], counts[series("dropped_writes", "disk")]) == (2, 3)
+    scene.close()
 
 
 def test_a_write_put_off_is_made_at_shutdown(tmp_path: Path) -> None:

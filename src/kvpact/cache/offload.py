@@ -423,7 +423,7 @@ class Offloader:
             self.lazy.saved(len(run.block_ids))
             self.lazy.forget(key for key, is_good in zip(run.keys, good, strict=True) if not is_good)
         if saved and run.group == self.groups.groups.chain:
-            self.writeback.note_saved(Offer(run.chain, run.start + saved))
+            self.writeback.note_saved(Offer(run.chain, run.start + saved, new=run.start))
         elif saved:
             self.writeback.note_saved(Offer(run.keys, follow=False))
         self.writeback.note_became_held(became_held, run.keys)

@@ -7,7 +7,7 @@ the scheduler's thread and only submits work to the tiers' own threads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -38,12 +38,14 @@ BACKLOG_SLOTS = 64
 class Offer:
     """Blocks of memory for the tiers: the first `end` of `keys`, by default all.
 
-    They `follow` one another from a chain's first on, or each stands for itself.
+    They `follow` one another from a chain's first on, or each stands for itself. Those before `new` may have been
+    offered before.
     """
 
     keys: Sequence[BlockKey]
     end: int = maxsize
     follow: bool = True
+    new: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,20 @@ class WriteBack:
         At least one offer is made, and all but `MAX_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
-            self.offer(self._unwritten.popleft())
+            self.offer(self._unwritten[0])
+            self._count_gone(self._unwritten.popleft())
             if len(self._unwritten) <= MAX_UNWRITTEN and self.tiers.budget.is_late:
                 break
+
+    def _count_gone(self, offer: Offer) -> None:
+        """Count what memory has dropped before the tiers were offered it, and they lack."""
+        end, now = min(offer.end, len(offer.keys)), self.tiers.clock()
+        if not end or self.seen_once is not None or (offer.follow and self.index.is_held(offer.keys[end - 1])):
+            return
+        gone = {key for key in offer.keys[offer.new : end] if not self.index.is_held(key)}
+        for client in self._writers() if gone else ():
+            lacks = gone.intersection(self._lacked(client, offer.keys[:end], offer.follow, now))
+            self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
 
     @property
     def _is_trusted(self) -> bool:
@@ -181,15 +194,17 @@ class WriteBack:
         A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
         """
         epoch, held, now = self.epochs.current, self._admitted(offer), self.tiers.clock()
-        for client in self.tiers.clients if held else ():
-            if client.shared and not self.tiers.may_share(epoch):
-                continue
-            start = self._first_to_write(client, held, now) if offer.follow else 0
-            lacks = held[start:] if offer.follow else [key for key in held if not self._has(client, key, now)]
+        for client in self._writers() if held else ():
+            lacks = self._lacked(client, held, offer.follow, now)
             if lacks and not client.may_write:
                 self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
             elif lacks:
-                self._write(client, lacks, held[:start] if offer.follow else None, epoch)
+                self._write(client, lacks, held[: len(held) - len(lacks)] if offer.follow else None, epoch)
+
+    def _writers(self) -> Iterator[TierClient]:
+        """The tiers that get blocks of this epoch."""
+        may_share = self.tiers.may_share(self.epochs.current)
+        return (client for client in self.tiers.clients if may_share or not client.shared)
 
     def _admitted(self, offer: Offer) -> Sequence[BlockKey]:
         """What of it memory holds, and the tiers get: with `"admit": "second-use"` what was offered before."""
@@ -208,12 +223,17 @@ class WriteBack:
         contents = self.tiers.contents[client]
         return key in contents.being_written or (client.shared and contents.believes(key, now))
 
-    def _first_to_write(self, client: TierClient, keys: Sequence[BlockKey], now: float) -> int:
-        """The first of a chain's `keys` that the tier is not known to hold and that is not being written to it."""
+    def _lacked(self, client: TierClient, keys: Sequence[BlockKey], follow: bool, now: float) -> Sequence[BlockKey]:
+        """Which of `keys` the tier is not known to hold, and are not being written to it.
+
+        If they follow one another, all from the first such one on.
+        """
+        if not follow:
+            return [key for key in keys if not self._has(client, key, now)]
         start = 0 if client.shared else client.put_start(keys, now)
         while start < len(keys) and self._has(client, keys[start], now):
             start += 1
-        return start
+        return keys[start:]
 
     def _write(
         self, client: TierClient, keys: Sequence[BlockKey], before: Sequence[BlockKey] | None, epoch: Epoch
