@@ -6,8 +6,8 @@ takes root). A first life computes the prompts, a second one of each engine is m
 cache is emptied and other prompts are read, so that memory holds none of those that come; all other engines stand
 still. `p50_s` and `p99_s` are medians over the runs of the first tokens' percentiles within a run; `hits` is the share
 of prompt tokens that were not computed, `failed` counts requests without an answer, `dropped` blocks that were not
-saved for want of room, `leases` those held at rest. `over_first` is the ratio of the median p99 to the first row's.
-`--before PATH` is kvpact of another checkout, beside this one over the same disk.
+saved or written for want of room, `leases` those held at rest. `over_first` is the ratio of the median p99 to the first
+row's. `--before PATH` is kvpact of another checkout, beside this one over the same disk.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Load:
         outputs = engine.generate(prompts, max_tokens=ANSWER_TOKENS, together=True, timeout=MAX_SECONDS)
         after = settle(engine)
         return _found(outputs, sum(map(len, prompts))) | {
-            "dropped": _sum(after, "dropped_blocks") - _sum(before, "dropped_blocks"),
+            "dropped": sum(_sum(after, name) - _sum(before, name) for name in ("dropped_blocks", "dropped_writes")),
             "leases": _sum(after, "leases_held"),
         }
 

@@ -124,8 +124,8 @@ ALERT_RULES = (
         "10m",
         "warning",
         "Blocks for the tier {{ $labels.tier }} of {{ $labels.instance }} are dropped.",
-        "The store is slower than the engine computes, full, or away: look at `tier_failures`, raise `write_queue` for "
-        'peaks, or store less with `"admit": "second-use"`.',
+        "The store is slower than the engine computes, full, or away: look at `tier_failures`, raise `write_queue` "
+        'or `memory` for peaks, or store less with `"admit": "second-use"`.',
     ),
     Alert(
         "KvpactLeasesHeldAtRest",
