@@ -190,6 +190,11 @@ def remark(row: Row) -> str:
     return str(row.get("note") or row.get("failure") or "")
 
 
+def named(section: Section, row: Row) -> str:
+    """Who was measured, and under which trace if there are several."""
+    return ", ".join(str(row[name]) for name in (section.subject, "trace") if name in row)
+
+
 def is_ours(who: str) -> bool:
     """Whether the row is kvpact's."""
     return who.startswith("kvpact")
@@ -219,12 +224,12 @@ def in_order(section: Section, column: Column, rows: Sequence[Row]) -> list[Row]
 
 def order_line(section: Section, column: Column, rows: Sequence[Row]) -> str:
     """One line of text: who is ahead of whom."""
-    named = [
+    places = [
         f"{'**' * is_ours(who)}{who}{'**' * is_ours(who)} {shown(row[column.name])}"
         for row in in_order(section, column, rows)
-        if (who := str(row[section.subject]))
+        if (who := named(section, row))
     ]
-    return f"- {column.head}, {column.better}: {', '.join(named)}."
+    return f"- {column.head}, {column.better}: {', '.join(places)}."
 
 
 def charted(section: Section, rows: Sequence[Row]) -> list[Column]:
@@ -243,7 +248,7 @@ def chart(section: Section, column: Column, rows: Sequence[Row]) -> str:
     bars = [
         Bar(who, shown(row[column.name]), float(row[column.name]), is_ours(who))
         for row in in_order(section, column, rows)
-        if (who := str(row[section.subject]))
+        if (who := named(section, row))
     ]
     middle = median(bar.length for bar in bars)
     return drawn(f"{section.title}: {column.head}", bars, max(bar.length for bar in bars if bar.length <= 4 * middle))
