@@ -263,7 +263,7 @@ def section_text(section: Section, file: Row) -> str:
     ]
     judged = [column for column in section.columns if column.better and len(in_order(section, column, rows)) > 1]
     orders = [wrapped(order_line(section, column, rows)) for column in judged]
-    remarks = [wrapped(f"- {row[section.subject]}: {said}.") for row in rows if (said := remark(row))]
+    remarks = [wrapped(f"- {named(section, row)}: {said}.") for row in rows if (said := remark(row))]
     parts = [
         f"## {section.title}",
         wrapped(section.text),

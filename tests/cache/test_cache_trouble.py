@@ -156,6 +156,20 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     assert not scene.cache.writeback.waiting
 
 
+def test_h13_a_chain_that_cannot_be_offered_is_not_offered_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(offer: Offer) -> None:
+        raise RuntimeError("a tier's client is broken")
+
+    writeback = SteppedScene(tmp_path).cache.writeback
+    monkeypatch.setattr(writeback, "offer", fails)
+    writeback.note_saved(Offer(()))
+    with pytest.raises(RuntimeError):
+        writeback.offer_some()
+    assert not writeback.waiting
+
+
 def test_a_write_put_off_is_not_made_of_blocks_that_memory_has_dropped(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
     scene.cache.budget.limit = 0.0

@@ -42,6 +42,25 @@ def test_who_is_asked_about_steps_aside_for_one_step_if_loads_have_ended_and_not
     engine.close()
 
 
+def test_nobody_steps_aside_for_long_where_the_cache_serves_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a reset that failed nothing is loaded, and steps end early."""
+    engine = PlayedEngine(tmp_path)
+    side = engine.connector.scheduler_side
+    assert side.mounted is not None
+    engine.generate(PROMPT)
+    side.loads.ended.add("behind it")
+    assert engine.step() == 0
+    assert side.loads.must_step_aside
+    monkeypatch.setattr(side.mounted, "may_serve", lambda: False)
+    played = engine.add(PROMPT)
+    engine.run()
+    assert played.said == answer(PROMPT, 3)
+    side.loads.ended.clear()
+    engine.close()
+
+
 def test_a_load_is_known_to_have_ended_until_its_request_is_computed_or_gone(tmp_path: Path) -> None:
     engine = PlayedEngine(tmp_path, sync_load_budget="0")
     loads = engine.connector.scheduler_side.loads

@@ -115,19 +115,20 @@ class WriteBack:
         At least one offer is made, and all but `MAX_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
-            self.offer(self._unwritten[0])
-            self._count_gone(self._unwritten.popleft())
+            offer = self._unwritten.popleft()
+            self.offer(offer)
+            self._count_gone(offer)
             if len(self._unwritten) <= MAX_UNWRITTEN and self.tiers.budget.is_late:
                 break
 
     def _count_gone(self, offer: Offer) -> None:
         """Count what memory has dropped before the tiers were offered it, and they lack."""
-        end, now = min(offer.end, len(offer.keys)), self.tiers.clock()
-        if not end or self.seen_once is not None or (offer.follow and self.index.is_held(offer.keys[end - 1])):
+        keys = offer.keys[: offer.end]
+        if not keys or self.seen_once is not None or (offer.follow and self.index.is_held(keys[-1])):
             return
-        gone = {key for key in offer.keys[offer.new : end] if not self.index.is_held(key)}
+        gone = {key for key in keys[offer.new :] if not self.index.is_held(key)}
         for client in self._writers() if gone else ():
-            lacks = gone.intersection(self._lacked(client, offer.keys[:end], offer.follow, now))
+            lacks = gone.intersection(self._lacked(client, keys, offer.follow, self.tiers.clock()))
             self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
 
     @property

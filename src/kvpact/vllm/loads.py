@@ -129,11 +129,14 @@ class CommittedLoads:
         """Return which of these load orders are under way."""
         return [load.job for load in self._loads.values() if load.job and load.job.job_id in job_ids]
 
-    def run(self, request_ids: KeysView[str]) -> tuple[AdapterUsed, ...]:
-        """A step computes these requests; returns the adapters that must be in use for those of them that now run with
-        loaded blocks for the first time."""
+    def scheduled(self, request_ids: KeysView[str]) -> None:
+        """A step is scheduled that computes these requests. Called in every step, also where nothing is loaded."""
         self.ended -= request_ids
         self.must_step_aside = bool(self.ended and not request_ids and not self.must_step_aside)
+
+    def run(self, request_ids: KeysView[str]) -> tuple[AdapterUsed, ...]:
+        """The adapters that must be in use for those of these requests that now run with loaded blocks for the first
+        time."""
         return tuple(map(self._adapters.pop, self._adapters.keys() & request_ids))
 
     def end_step(self) -> None:

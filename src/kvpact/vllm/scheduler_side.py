@@ -276,9 +276,10 @@ class SchedulerSide:
 
     def end_step(self, scheduler_output: Any) -> PactMetadata:
         """`build_connector_meta`: what the workers must do with this step."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        self.loads.scheduled(scheduled.keys())
         if self.context is not None:
             self.context.build_connector_meta(scheduler_output)
-        scheduled = scheduler_output.num_scheduled_tokens
         self.credit.scheduled(scheduled)
         mounted = self.mounted
         if mounted is None:
