@@ -29,6 +29,13 @@ def not_judged_early(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(import_module("kvpact.vllm.checks"), "check_configuration", lambda config: None)
 
 
+@pytest.fixture(autouse=True)
+def nobody_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step here answers all requests that memory alone can answer, however busy the machine is."""
+    for name in ("CROWD_BUDGETS", "MAX_CROWD_BUDGETS"):
+        monkeypatch.setattr(f"kvpact.cache.budget.{name}", 10**6)
+
+
 @pytest.fixture(scope="session")
 def references(tiny_model: Path, engine_pool: EnginePool) -> References:
     """An engine without kvpact, on the core that other engines' workers compute on."""

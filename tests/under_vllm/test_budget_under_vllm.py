@@ -21,14 +21,8 @@ BLOCKS = 6
 PROMPTS = [make_prompt(seed, BLOCKS) for seed in range(3)] + [make_prompt(3, 2)]
 
 
-def test_of_requests_that_come_at_once_the_step_waits_for_those_that_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_requests_that_come_at_once_the_step_waits_for_those_that_fit(tmp_path: Path) -> None:
     """Eight blocks of 8 KiB: the first prompt's six are loaded in the step, and the two of the last, shorter one."""
-    monkeypatch.setattr(
-        "kvpact.cache.budget.CROWD_BUDGETS", 10**6
-    )  # a busy machine leaves no question to the next step
-    monkeypatch.setattr("kvpact.cache.budget.MAX_CROWD_BUDGETS", 10**6)
     engine = PlayedEngine(tmp_path, sync_load_budget="64KiB")
     for prompt in PROMPTS:
         engine.generate(prompt)

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from kvpact.vllm import resets
 from kvpact.vllm.scheduler import KvpactScheduler
-from vllm_played_engine import BLOCK, HeldCopies, PlayedEngine, PlayedRequest, answer, make_prompt, step_until
+from vllm_played_engine import BLOCK, HeldCopies, PlayedEngine, answer, make_prompt
 
 BLOCKS = 8
 
@@ -32,11 +32,6 @@ def stored(engine: PlayedEngine) -> tuple[list[int], HeldCopies]:
     engine.generate(prompt)
     engine.forget()
     return prompt, HeldCopies(engine, "scatter")
-
-
-def begin(engine: PlayedEngine, *added: PlayedRequest) -> None:
-    """Step until vLLM has taken all from its queue; on a busy machine the first step may put some off."""
-    step_until(engine, lambda: all(each.request.status.name != "WAITING" for each in added))
 
 
 @pytest.fixture
@@ -79,7 +74,7 @@ def test_h106_saves_under_way_are_given_up_and_their_slots_stay_taken_until_the_
 def test_h106_a_reset_waits_for_loads_and_begins_none_meanwhile(engine: PlayedEngine, own_process: None) -> None:
     prompt, copies = stored(engine)
     played, running = engine.add(prompt, 12), engine.add(make_prompt(2, 3), 40)
-    begin(engine, played, running)
+    engine.step()
     later = engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert isinstance(later, Future)
     with pytest.raises(RuntimeError, match="nothing was preempted"):
@@ -103,7 +98,7 @@ def test_h106_a_load_that_does_not_end_costs_the_reset_and_nothing_else(
 ) -> None:
     prompt, copies = stored(engine)
     played, running = engine.add(prompt, 4), engine.add(make_prompt(2, 3), 40)
-    begin(engine, played, running)
+    engine.step()
     later = engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     while not later.done():
         engine.step()
@@ -120,7 +115,7 @@ def test_h106_a_load_that_does_not_end_costs_the_reset_and_nothing_else(
 def test_h106_an_engine_that_cannot_wait_says_so_and_preempts_nothing(engine: PlayedEngine) -> None:
     prompt, copies = stored(engine)
     played = engine.add(prompt, 4)
-    begin(engine, played)
+    engine.step()
     with pytest.raises(RuntimeError, match="nothing was preempted"):
         engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     copies.go_on.set()

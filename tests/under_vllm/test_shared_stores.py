@@ -449,7 +449,7 @@ def test_p11_tiers_are_woken_when_a_step_is_over_and_never_in_its_middle(
 
 
 def test_where_no_tier_is_shared_a_request_waits_for_the_next_step_at_most(start: Callable[..., PlayedEngine]) -> None:
-    """A step that has cost a second already answers the first that waits; the next one has time for the others."""
+    """A step that has cost far too much already answers the first that waits; the next one has time for the others."""
     engine = start()
     budget = engine.connector.guard.budget
     played = [engine.add(prompt) for prompt in PROMPTS]
@@ -458,7 +458,7 @@ def test_where_no_tier_is_shared_a_request_waits_for_the_next_step_at_most(start
         requests = (engine.scheduler.requests.get(one.request.request_id) for one in played)
         return [request is None or request.num_computed_tokens > 0 for request in requests]
 
-    budget.charged += 1.0
+    budget.charged += 1000.0
     engine.step()
     assert begun() == [True] + [False] * (len(PROMPTS) - 1)
     engine.step()
