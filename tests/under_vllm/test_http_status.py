@@ -43,6 +43,8 @@ def server(store: RedisServer, tiny_model: Path, tmp_path: Path, monkeypatch: py
     """Started as a user does it, with a shared tier; its socket is where this process looks for sockets."""
     (runtime := tmp_path / "run").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    # The other place where sockets are looked for has those of every engine on this machine.
+    monkeypatch.setattr("kvpact.cache.status_socket.tempfile.gettempdir", lambda: str(tmp_path))
     tier = f"redis://{store.address}/0"
     options = [
         "--served-model-name=tiny", "--dtype=float32", "--enforce-eager", "--max-model-len=512",
