@@ -27,6 +27,14 @@ def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def own_sockets(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put sockets of engines into a new folder of this directory, and look nowhere else for them; return the folder."""
+    (runtime := directory / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr("kvpact.cache.status_socket.tempfile.gettempdir", lambda: str(runtime))
+    return runtime
+
+
 def kvpact(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvpact.cache.status import status_of
 from kvpact.cache.status_socket import StatusSocket, answers
-from kvpact_command import kvpact, refusal
+from kvpact_command import kvpact, own_sockets, refusal
 from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
 
 PAGE = """\
@@ -73,10 +73,7 @@ def serve() -> Iterator[Callable[[str], str]]:
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sockets of this test's engines are, and no others'."""
-    (found := tmp_path / "run").mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(found))
-    monkeypatch.setattr("kvpact.cache.status_socket.tempfile.gettempdir", lambda: str(found))
-    return found
+    return own_sockets(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from engines import BLOCK, prompt
-from kvpact_command import KVPACT, kvpact
+from kvpact_command import KVPACT, kvpact, own_sockets
 from kvpact_testkit.demo.engine import CORES, one_core_each
 from servers.http_server import Server
 from servers.redis_server import RedisServer, redis_server
@@ -41,10 +41,7 @@ def store(tmp_path: Path) -> Iterator[RedisServer]:
 @pytest.fixture
 def server(store: RedisServer, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """Started as a user does it, with a shared tier; its socket is where this process looks for sockets."""
-    (runtime := tmp_path / "run").mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    # The other place where sockets are looked for has those of every engine on this machine.
-    monkeypatch.setattr("kvpact.cache.status_socket.tempfile.gettempdir", lambda: str(tmp_path))
+    own_sockets(tmp_path, monkeypatch)
     tier = f"redis://{store.address}/0"
     options = [
         "--served-model-name=tiny", "--dtype=float32", "--enforce-eager", "--max-model-len=512",
