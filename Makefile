@@ -1,9 +1,10 @@
-# Every target makes and updates .venv by itself, and sees to what the system has to bring first. PYTHON=/path/to/python
-# names the interpreter to make .venv with. `demo` takes vLLM's CUDA build where there is an NVIDIA GPU, unless KVPACT_ENGINE
-# says cpu; the tests' engines run on the CPU everywhere.
+# Every target makes and updates .venv by itself, and sees to what the system has to bring first. KVPACT_VENV names another
+# folder, PYTHON=/path/to/python the interpreter to make it with. `demo` takes vLLM's CUDA build where there is an NVIDIA
+# GPU, unless KVPACT_ENGINE says cpu; the tests' engines run on the CPU everywhere.
 SYSTEM := ./scripts/system_packages.sh
 SETUP := ./scripts/setup_venv.sh
-BIN := .venv/bin
+VENV := $(or $(KVPACT_VENV),.venv)
+BIN := $(VENV)/bin
 # What `make bench` runs; `make bench BENCHMARKS="copy tiers"` runs those two. `python -m benchmarks` lists the others, which
 # take hours or a GPU. lifecycle and churn take 17 minutes and more, e2e 45.
 BENCHMARKS := limits copy tiers index imports lifecycle running flood step_time disk_tier engine_speed decodes e2e churn
@@ -47,7 +48,7 @@ test-3.13:
 	@./scripts/test_other_python.sh 3.13
 
 check: lint
-	@./scripts/test_without_engine.sh .venv
+	@./scripts/test_without_engine.sh $(VENV)
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20

@@ -4,7 +4,7 @@
 #   engine       kvpact, its test kit and the build of vLLM that scripts/vllm_build.sh chooses: CUDA's where there is a GPU
 #   engine=cpu   kvpact, its test kit and vLLM's CPU build, also where there is a GPU
 #   engine=cuda  kvpact, its test kit and vLLM's CUDA build
-#   dev          kvpact, its test kit and what lint, types and tests need
+#   dev          kvpact, its test kit and what lint, types and tests need, of the releases in constraints.txt
 #
 # Each part leaves a stamp in .venv, so a second call returns at once. There is one build of vLLM in .venv: another one
 # takes its place, which takes minutes. PYTHON names another interpreter. --dry-run says what would be run, and runs
@@ -148,7 +148,7 @@ for part in "${@:-engine}"; do
         *) fail "unknown part \"$part\"; known: engine, engine=cpu, engine=cuda, dev" ;;
     esac
     stamp=$venv/.kvpact-$name
-    key="$PWD ${build:+$build }$vllm_release ${KVPACT_WHEELS:-} $(cat pyproject.toml kit/pyproject.toml scripts/setup_venv.sh | sha256sum)"
+    key="$PWD ${build:+$build }$vllm_release ${KVPACT_WHEELS:-} $(cat pyproject.toml kit/pyproject.toml constraints.txt scripts/setup_venv.sh | sha256sum)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x "$venv/bin/python" ]; then
         continue
     fi
@@ -160,7 +160,7 @@ for part in "${@:-engine}"; do
             install_kvpact
             install_engine "$build"
             ;;
-        dev) act pip install -qq --editable '.[dev]' --editable ./kit ;;
+        dev) act pip install -qq --constraint constraints.txt --editable '.[dev]' --editable ./kit ;;
     esac
     $dry_run || printf '%s\n' "$key" >"$stamp"
 done

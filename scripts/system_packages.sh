@@ -29,8 +29,9 @@ need_headers_of_python() { # package
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing+=("$1")
 }
 
-if [ -x .venv/bin/python ]; then
-    python=.venv/bin/python
+venv=${KVPACT_VENV:-.venv}
+if [ -x "$venv/bin/python" ]; then
+    python=$venv/bin/python
 else
     python=$(./scripts/find_python.sh 2>/dev/null) || python=python3
 fi
@@ -38,7 +39,7 @@ for part in "$@"; do
     [ "$part" != engine ] || part=engine=$(./scripts/vllm_build.sh)
     case $part in
         make) need_command make make ;;
-        venv) [ -x .venv/bin/python ] || ./scripts/find_python.sh >/dev/null 2>&1 || missing+=(python3-venv) ;;
+        venv) [ -x "$venv/bin/python" ] || ./scripts/find_python.sh >/dev/null 2>&1 || missing+=(python3-venv) ;;
         engine=cpu) need_library libnuma.so.1 libnuma1 ;;
         engine=cuda)
             need_command "${CC:-gcc}" gcc

@@ -183,7 +183,11 @@ def test_a_run_without_a_closing_line_is_a_failure(tmp_path: Path, log: str) -> 
 NOT_RUN = "[test-3.13] NOT RUN: this machine has no Python 3.13"
 """What `make test-3.13` says then."""
 
+CHECKED = "5 passed in 60.00s"
+"""What `make check` says in its own environment, which is made first."""
+
 MAKE = """#!/bin/sh
+[ "$1 $KVPACT_VENV" = "check .venv-check" ] && echo "$CHECK" && exit $CHECK_CODE
 [ "$1" = test ] && echo "== $TESTS in 700.00s (0:11:40) ==" && exit $TESTS_CODE
 [ "$1" = test-3.13 ] && echo "$OTHER" && exit $OTHER_CODE
 echo "once more, alone"; echo "$PROOFS in 900.50s"; exit $PROOFS_CODE
@@ -191,20 +195,22 @@ echo "once more, alone"; echo "$PROOFS in 900.50s"; exit $PROOFS_CODE
 
 
 @pytest.mark.parametrize(
-    ("tests", "other", "proofs", "code", "last"),
+    ("check", "tests", "other", "proofs", "code", "last"),
     [
-        ("2 passed", NOT_RUN, "1 passed", 0, "3 passed in 1600.50s"),
-        ("2 passed", "4 passed in 100.00s", "1 passed", 0, "7 passed in 1700.50s"),
-        ("2 passed", "1 failed, 4 passed in 100.00s", "1 passed", 1, "1 failed, 7 passed in 1700.50s"),
-        ("2 passed", "pip failed", "1 passed", 1, "3 passed, 1 error in 1600.50s"),
-        ("1 failed, 2 passed", NOT_RUN, "1 passed", 1, "1 failed, 3 passed in 1600.50s"),
-        ("2 passed", NOT_RUN, "1 failed, 1 passed", 1, "1 failed, 3 passed in 1600.50s"),
-        ("make: lint failed", NOT_RUN, "1 passed", 1, "1 passed, 1 error in 900.50s"),
-        ("2 passed", NOT_RUN, "proofs ended", 1, "2 passed, 1 error in 700.00s"),
+        (CHECKED, "2 passed", NOT_RUN, "1 passed", 0, "8 passed in 1660.50s"),
+        (CHECKED, "2 passed", "4 passed in 100.00s", "1 passed", 0, "12 passed in 1760.50s"),
+        (CHECKED, "2 passed", "1 failed, 4 passed in 100.00s", "1 passed", 1, "1 failed, 12 passed in 1760.50s"),
+        (CHECKED, "2 passed", "pip failed", "1 passed", 1, "8 passed, 1 error in 1660.50s"),
+        (CHECKED, "1 failed, 2 passed", NOT_RUN, "1 passed", 1, "1 failed, 8 passed in 1660.50s"),
+        (CHECKED, "2 passed", NOT_RUN, "1 failed, 1 passed", 1, "1 failed, 8 passed in 1660.50s"),
+        (CHECKED, "make: lint failed", NOT_RUN, "1 passed", 1, "6 passed, 1 error in 960.50s"),
+        (CHECKED, "2 passed", NOT_RUN, "proofs ended", 1, "7 passed, 1 error in 760.00s"),
+        ("1 failed, 4 passed in 60.00s", "2 passed", NOT_RUN, "1 passed", 1, "1 failed, 7 passed in 1660.50s"),
+        ("Found 1 error in 1 file", "2 passed", NOT_RUN, "1 passed", 1, "3 passed, 1 error in 1600.50s"),
     ],
 )
 def test_continuous_integration_runs_all_and_the_last_line_is_of_all_that_ran(
-    tmp_path: Path, tests: str, other: str, proofs: str, code: int, last: str
+    tmp_path: Path, check: str, tests: str, other: str, proofs: str, code: int, last: str
 ) -> None:
     shutil.copytree(SCRIPTS, tmp_path / "scripts")
     shutil.copytree(REPOSITORY / ".ci", tmp_path / ".ci")
@@ -216,6 +222,8 @@ def test_continuous_integration_runs_all_and_the_last_line_is_of_all_that_ran(
     environment = {
         **os.environ,
         "PATH": f"{make.parent}:{os.environ['PATH']}",
+        "CHECK": check,
+        "CHECK_CODE": str(int(not check[0].isdigit() or "failed" in check)),
         "TESTS": tests,
         "TESTS_CODE": str(int(not tests[0].isdigit() or "failed" in tests)),
         "OTHER": other,

@@ -6,13 +6,17 @@ The scripts run with a PATH of stand-ins, each of which writes down how it was c
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Collection
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).parents[1]
 ALL = {"make", "python3.11", "redis-server", "openssl", "prometheus", "ip"} | {
@@ -54,8 +58,8 @@ class Machine:
         self.bin, self.there, self.log = directory / "bin", directory / "machine", directory / "log"
         self.checkout = directory / "checkout"
         shutil.copytree(REPOSITORY / "scripts", self.checkout / "scripts")
-        shutil.copy(REPOSITORY / "Makefile", self.checkout)
-        shutil.copy(REPOSITORY / "pyproject.toml", self.checkout)
+        for file in ("Makefile", "constraints.txt", "pyproject.toml"):
+            shutil.copy(REPOSITORY / file, self.checkout)
         (self.checkout / "kit").mkdir()
         shutil.copy(REPOSITORY / "kit" / "pyproject.toml", self.checkout / "kit")
         for folder in (self.bin, self.there):
@@ -240,11 +244,46 @@ def test_the_tests_without_an_engine_run_on_python_3_13_without_vllm(machine: Ma
     done = machine.run("make", "test-3.13")
     assert (done.returncode, done.stderr) == (0, "")
     *_, installs, tests = machine.calls
-    assert installs.split()[-4:] == ["--editable", ".[dev]", "--editable", "./kit"]
+    assert installs.split()[-6:] == ["--constraint", "constraints.txt", "--editable", ".[dev]", "--editable", "./kit"]
     assert tests.startswith("-m pytest -n 2 ")
     folders = [word for word in tests.split() if "tests/" in word]
     assert len(folders) == 6
     assert all((REPOSITORY / folder).is_dir() for folder in folders)
+
+
+def test_make_check_makes_and_uses_the_environment_that_is_named(machine: Machine) -> None:
+    machine.command("mine", f'case "$*" in "-m venv"*) {machine.say("mine $*")};; esac\n{PYTHON}')
+    machine.run("make", "check", PYTHON="mine", KVPACT_VENV=".venv-check")
+    assert machine.calls[:2] == ["rm -rf .venv-check", "mine -m venv .venv-check"]
+    said = machine.run("make", "--dry-run", "check", KVPACT_VENV=".venv-check").stdout
+    assert ".venv-check/bin/mypy" in said
+    assert "./scripts/test_without_engine.sh .venv-check" in said
+    assert "./scripts/test_without_engine.sh .venv\n" in machine.run("make", "--dry-run", "check").stdout
+
+
+def constraints() -> dict[str, str]:
+    """Distribution -> its release, as constraints.txt has it."""
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_lint_types_and_tests_have_the_releases_of_the_constraints_with_vllm_and_without() -> None:
+    assert {name: version(name) for name in constraints()} == constraints()
+
+
+def test_every_development_tool_has_one_release() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    tools = {re.split(r"[\[>]", tool)[0] for tool in extras["dev"]} - {"kvpact"}
+    assert {*constraints()} == {*tools, "numpy"}
+
+
+def test_a_commit_is_formatted_by_the_environments_own_ruff() -> None:
+    """Another environment of pre-commit's would need a release named once more."""
+    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    assert [hook["entry"].split()[:2] for hook in hooks] == [[".venv/bin/ruff", "format"], [".venv/bin/ruff", "check"]]
+    assert {hook["language"] for hook in hooks} == {"system"}
 
 
 CUDA_BUILD = "vllm==0.32.0 torch!=2.13.0+cpu"

@@ -1,23 +1,29 @@
 """The driver on the vLLM that is installed: `PactConnector` keeps every scenario, broken connectors are caught."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from kvpact.contract import LoadJob
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.objects import connectors_of
 from kvpact_testkit.results import Check, ConformanceReport, Verdict, as_text
+from kvpact_testkit.vllm import offloading, simple_offloading
 from kvpact_testkit.vllm.compat import EngineSettings
 from kvpact_testkit.vllm.driver import SCENARIOS, VllmDriver
 from kvpact_testkit.vllm.engine import VllmEngine
-from kvpact_testkit.vllm.harness import Harness, prompt, under_multi_connector
+from kvpact_testkit.vllm.faulty_copies import FaultyEngine
+from kvpact_testkit.vllm.harness import FOLDER, Harness, named, prompt, under_multi_connector
 from kvpact_testkit.vllm.scenarios import Scenario
 from kvpact_testkit.vllm.scenarios_context import CONTEXTS
 from kvpact_testkit.vllm.scenarios_loads import h09_load_that_always_fails
 from kvpact_testkit.vllm.scenarios_promises import reset_while_requests_run
+from kvpact_testkit.vllm.simple_offloading import MemcpySimpleCPUOffloadConnector
 
 PACT = "kvpact.vllm:PactConnector"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -148,6 +154,63 @@ def test_h48_garbage_of_another_connector_is_not_stored(configuration: str) -> N
     scenario = Scenario("h48", ("P9", "H48"), "", another_connector_loses_a_block)
     check = VllmDriver(PACT, CONFIGURATIONS[configuration]).check(scenario)
     assert check.verdict is Verdict.KEPT, _said(check)
+
+
+VLLM = "vllm.distributed.kv_transfer.kv_connector.v1"
+STORE_AT_ONCE: dict[str, dict[str, Any]] = {
+    "example": {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_module_path": f"{VLLM}.example_connector",
+        "kv_connector_extra_config": {"shared_storage_path": FOLDER},
+    },
+    "offloading": {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_module_path": f"{VLLM}.offloading_connector",
+        "kv_connector_extra_config": offloading.MEMORY,
+    },
+    "simple": {**named(MemcpySimpleCPUOffloadConnector), "kv_connector_extra_config": simple_offloading.MEMORY},
+}
+"""vLLM's connectors that note in a step, as computed, what it computes: docs/company.md names all."""
+
+
+def all_loads_fail_beside(other: Mapping[str, Any], harness: Harness) -> None:
+    """kvpact, before another connector under MultiConnector, loses a load; then that one alone has the prompt."""
+    sibling = json.loads(json.dumps(other).replace(FOLDER, str(harness.folder)))
+    with harness.engine(under_multi_connector(harness.subject.transfer(harness.folder), sibling)) as engine:
+        tokens = prompt(1, 10)
+        harness.store(engine, tokens)
+        (_, ours, theirs) = connectors_of(engine.connector)
+        theirs.reset_cache()
+        for rank in engine.ranks:
+            transfers = connectors_of(rank.connector)[1].cache_worker.transfers
+            transfers.engine = FaultyEngine(transfers.engine, lambda job, block: isinstance(job, LoadJob))
+        engine.add("again", [*tokens, *prompt(3, 4)])
+        harness.finish(engine)
+        assert engine.observed.committed_tokens("again")
+        assert engine.observed.invalid_blocks
+        harness.rest(engine)
+        ours.reset_cache()
+        harness.forget(engine)
+        harness.serve(engine, "after", [*tokens, *prompt(3, 4)])
+        harness.require_promise(engine, "after")
+
+
+@pytest.mark.parametrize(
+    ("configuration", "other", "broken"),
+    [
+        *(("asynchronous", other, set()) for other in STORE_AT_ONCE),
+        ("synchronous", "example", {"P2", "P8", "P9"}),
+        ("synchronous", "offloading", {"P2", "P8", "P9"}),
+        ("synchronous", "simple", {"H13"}),
+    ],
+)
+def test_h48_what_kvpact_fails_to_load_is_stored_by_others_only_if_the_step_waits_for_it(
+    configuration: str, other: str, broken: set[str]
+) -> None:
+    """This is why none does beside another connector: `test_refused_early.py`."""
+    harness = Harness(VllmDriver(PACT, CONFIGURATIONS[configuration]).subject)
+    harness.judge(partial(all_loads_fail_beside, STORE_AT_ONCE[other]))
+    assert {violation.broken for violation in harness.violations} == broken, harness.violations
 
 
 def test_two_pact_connectors_in_one_engine_are_refused() -> None:

@@ -16,6 +16,7 @@ from kvpact.vllm import plugin
 from kvpact.vllm.checks import check_configuration
 from kvpact.vllm.compat.platforms import OUR_CLASSES
 from kvpact_testkit.vllm.compat import EngineSettings, make_vllm_config
+from kvpact_testkit.vllm.harness import under_multi_connector
 
 PACT = {"kv_connector": "PactConnector", "kv_connector_module_path": "kvpact.vllm"}
 
@@ -57,6 +58,40 @@ def test_vllms_configuration_cannot_be_made_with_what_kvpact_refuses(transfer: d
 @pytest.mark.usefixtures("registered")
 def test_what_can_be_served_is_made() -> None:
     assert made(memory="64MiB").kv_transfer_config.kv_connector == "PactConnector"
+
+
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+WAITS = PACT | {"kv_role": "kv_both", "kv_connector_extra_config": {"memory": "64MiB", "sync_load_budget": "1MiB"}}
+WAITS_NOT = WAITS | {"kv_connector_extra_config": {"memory": "64MiB", "sync_load_budget": 0}}
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("connectors", "made_of_it", "lines"),
+    [
+        ([WAITS, EXAMPLE], [WAITS_NOT, EXAMPLE], 1),
+        ([WAITS, under_multi_connector(EXAMPLE)], [WAITS_NOT, under_multi_connector(EXAMPLE)], 1),
+        ([WAITS_NOT, EXAMPLE], [WAITS_NOT, EXAMPLE], 0),
+        ([WAITS], [WAITS], 0),
+    ],
+    ids=["beside another", "one of them inside another", "none waits as it is", "alone"],
+)
+def test_h48_beside_a_connector_that_stores_at_once_no_step_waits_and_one_line_says_so(
+    connectors: list[Any], made_of_it: list[Any], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_vllm_config(EngineSettings(), under_multi_connector(*connectors))
+    made = config.kv_transfer_config.kv_connector_extra_config
+    assert made == under_multi_connector(*made_of_it)["kv_connector_extra_config"]
+    said = [record.getMessage() for record in caplog.records if "no step waits" in record.getMessage()]
+    assert len(said) == lines
+    assert all("beside ExampleConnector" in line and "(sync_load_budget=0)" in line for line in said)
+
+
+@pytest.mark.usefixtures("registered")
+def test_wrong_settings_inside_multi_connector_are_refused_as_early() -> None:
+    wrong = WAITS | {"kv_connector_extra_config": {"memroy": "1GiB"}}
+    with pytest.raises(ValueError, match='kvpact: unknown key "memroy"'):
+        make_vllm_config(EngineSettings(), under_multi_connector(wrong, EXAMPLE))
 
 
 @pytest.mark.usefixtures("registered")

@@ -124,7 +124,7 @@ class PlainSlots:
             for row in rows:
                 self.give_back(row)
         else:
-            self._stack.frombytes(np.arange(rows.start, rows.stop, rows.step, np.int32).tobytes())
+            self._stack.frombytes(np.arange(rows.start, rows.stop, rows.step, dtype=np.int32).tobytes())
 
     def class_of(self, row: int) -> int:
         """See `SlotSpace`."""

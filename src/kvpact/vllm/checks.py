@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final
@@ -56,11 +56,15 @@ DEVICES: Final = ("cuda", "xpu")
 def check_configuration(vllm_config: Any) -> None:
     """Raise ConfigError for whatever the configuration alone tells that kvpact cannot serve: no weights are loaded yet.
 
-    What workers and their KV cache groups tell is left to the other checks.
+    What workers and their KV cache groups tell is left to the other checks; inside MultiConnector so are all but the
+    values of kvpact's settings.
     """
     import vllm
 
     refuse_older(str(vllm.__version__))
+    if vllm_config.kv_transfer_config.kv_connector == "MultiConnector":
+        _let_no_step_wait(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return
     config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
     if (model := vllm_config.model_config) is None:
         return
@@ -78,6 +82,31 @@ def check_configuration(vllm_config: Any) -> None:
         raise ConfigError(NO_RESTARTS.format("match_at=step"))
     if config.require == "all" and (stock_worker or stock_scheduler):
         _say_missing(config, [*compress(OUR_CLASSES, (stock_worker, stock_scheduler))])
+
+
+def _let_no_step_wait(settings: Mapping[str, Any]) -> None:
+    """Make kvpact's loads asynchronous beside other connectors in MultiConnector's settings, with one line.
+
+    They store what a step computes at once, and vLLM hears after the step that a load failed on which it relied (H48).
+    """
+    company = list(_inside(settings))
+    if others := sorted({one["kv_connector"] for one in company} - {"MultiConnector", "PactConnector"}):
+        for one in company:
+            ours = one.get("kv_connector_extra_config") or {}
+            if one["kv_connector"] == "PactConnector" and load_config(ours, os.environ).sync_load_budget:
+                one["kv_connector_extra_config"] = {**ours, "sync_load_budget": 0}
+                log_like_vllm()
+                logger.warning(
+                    "kvpact: beside %s no step waits for a load of kvpact's (sync_load_budget=0), because other "
+                    "connectors may store what a step computes before vLLM hears that a load failed", ", ".join(others)
+                )  # fmt: skip
+
+
+def _inside(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The connectors in MultiConnector's settings, also those of one that is inside another."""
+    for one in settings.get("connectors", ()):
+        yield one
+        yield from _inside(one.get("kv_connector_extra_config") or {})
 
 
 def _stock_classes(vllm_config: Any) -> tuple[bool, bool]:

@@ -104,7 +104,7 @@ def _refusing(decide: Callable[[Any], None]) -> Callable[[Any], None]:
                 f"kvpact: --kv-transfer-config names PactConnector, and --kv-offloading-size puts {chosen} "
                 "in its place: leave one of them out"
             )
-        if named == "PactConnector":
+        if named in ("PactConnector", "MultiConnector"):
             _refuse_what_cannot_be_served(self)
 
     return decide_or_refuse
