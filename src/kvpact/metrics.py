@@ -154,7 +154,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("step_hits", "counter", "lookups", "Lookups at a step's begin that supplied tokens."),
     Metric("declined_blocks", "counter", "blocks", "Blocks held by a tier and not loaded: computing them is faster."),
     Metric("saved_blocks", "counter", "blocks", "Blocks computed by the engine, copied out and reported by all ranks."),
-    Metric("dropped_blocks", "counter", "blocks", "Blocks computed and not saved: no slot was free, or a copy failed."),
+    Metric(
+        "dropped_blocks",
+        "counter",
+        "blocks",
+        "Blocks computed, not saved: no free slot, a failed copy, a block lost before.",
+    ),
     _by_tier("evicted_blocks", "counter", "blocks", "Blocks evicted to make room."),
     _by_tier("read_blocks", "counter", "blocks", "Blocks read from the tier, verified."),
     _by_tier("read_bytes", "counter", "bytes", "Bytes read from the tier."),

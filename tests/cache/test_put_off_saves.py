@@ -212,3 +212,18 @@ def test_an_error_in_the_middle_of_a_save_leaves_nothing_held(scene: Scene, monk
             scene.cache.end_step()
     assert len(steps_until_rest(scene, work)) == 1
     assert not scene.blocks.held
+
+
+@pytest.mark.parametrize("slots", [9, 10, 12])
+def test_h121_what_was_put_off_and_finds_no_room_is_counted(slots: int) -> None:
+    scene = in_pieces(slots)
+    steps_until_rest(scene, scene.step_computing(SceneRequest("a", tokens(LENGTH))))
+    assert scene.cache.observe()[series("dropped_blocks", "")] == 6 * PIECE - slots
+
+
+def test_h121_what_was_put_off_and_holds_garbage_is_counted(scene: Scene) -> None:
+    work = scene.step_computing(SceneRequest("a", tokens(LENGTH)))
+    scene.cache.request_finished("a")
+    scene.cache.distrust_blocks([scene.tables["a"][9]], {})
+    steps_until_rest(scene, work)
+    assert scene.cache.observe()[series("dropped_blocks", "")] == 6 * PIECE - 9

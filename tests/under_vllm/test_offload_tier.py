@@ -207,6 +207,22 @@ def test_a_write_beyond_the_queue_is_refused_at_once(tmp_path: Path, hanging: Ha
         assert [two.find("c", keys_of(prompt, 6)) for prompt in (1, 2)] == [6, 0]
 
 
+def test_h124_a_job_larger_than_the_queue_is_written_in_pieces_that_fit(tmp_path: Path) -> None:
+    keys = keys_of(1, 6)
+    with bed(disk(tmp_path, write_queue=4 * ROW_BYTES)) as one:
+        one.compute("a", keys, 10)
+        one.rest()
+    with bed(disk(tmp_path)) as two:
+        found = two.find("b", keys)
+        assert found >= 4
+        assert two.rows(keys[:found]) == [*range(10, 10 + found)]
+
+
+def test_h124_a_queue_that_no_row_fits_in_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'^"write_queue": .* is less than one block'):
+        bed(disk(tmp_path, write_queue=ROW_BYTES - 1)).__enter__()
+
+
 def test_what_does_not_fit_goes_deepest_first_where_nothing_was_used_since(tmp_path: Path) -> None:
     with bed(disk(tmp_path, capacity=f"{24 * 8}KiB")) as one:
         keys = keys_of(1, 40)

@@ -23,6 +23,7 @@ from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.registry import TierContext, may_be_planted
 from kvpact.tiers.urls import tier_labels
+from kvpact.units import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,10 @@ class LateTiers:
     def open(self) -> OpenTiers | None:
         """The tiers, if little has to be read for them; None if `poll` returns them later, or never.
 
-        Raises ConfigError if files that are needed cannot be read, and with `require_tiers` if a tier cannot be used.
+        Raises ConfigError if files that are needed cannot be read, with `require_tiers` if a tier cannot be used, and
+        for a `write_queue` that no block fits in.
         """
+        self._check_queue()
         required = self._config.require_tiers
         try:
             unread = self._weights.unread_bytes
@@ -99,6 +102,14 @@ class LateTiers:
         )
         self._thread = start_background("kvpact-late-tiers", self._run)
         return None
+
+    def _check_queue(self) -> None:
+        queue, block = self._config.write_queue, self._slot_bytes
+        if self._config.tiers and queue < block:
+            raise ConfigError(
+                f'"write_queue": {format_size(queue)} is less than one block of this engine ({format_size(block)}), so '
+                f'nothing could be written to the tiers: set "{-(-2 * block >> 20)}MiB" or more'
+            )
 
     def poll(self) -> OpenTiers | None:
         """Tiers that were opened since the last call."""

@@ -9,7 +9,7 @@ publishes the block under the hash that it had when the entry was made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -94,6 +94,10 @@ class LazyOffload:
     """Blocks from the head of the queue to the cursor, both included."""
     _resume_key: BlockKey | None = field(default=None, init=False)
     """Where the next step continues with a chain that was too long for one."""
+    _resume_for: BlockKey = field(default=ROOT, init=False)
+    """The due row that this chain leads to."""
+    refused: int = field(default=0, init=False)
+    """Blocks given up so far: one before them in their chain is lost, or was offered to the caller and not saved."""
 
     # What the engine computes
 
@@ -232,26 +236,39 @@ class LazyOffload:
         # The engine cannot take what is held: at least half of a short queue is left to it.
         most = max(1, (self._passed + len(ahead)) // 2) if at_end else window
         room = min(SAVES_PER_STEP, most - self._held)
-        ends = [row for view in ahead if (row := self._due_row(view)) is not None]
-        if self._resume_key is not None:
-            ends.insert(0, self._resume_key)
-            self._resume_key = None
         leaving = {view.block_id: view.block_hash for view in ahead}
         taken: set[int] = set()
         until = self._held + room
         yield from self._save_hanging(until, leaving, taken)
-        for row in ends:
-            if self._held >= until or self._resume_key is not None:
-                break
-            run = self._chain_to(row, until - self._held, leaving)
-            if run is not None:
-                yield from self._save_chain(run, taken)
-            if self._resume_key is None:
-                self._note_handled(row)
+        handled = 0  # the cursor passes no row that later steps must save
+        goes_on = self._resume_key is None or (yield from self._save_row(self._resume_for, until, leaving, taken))
+        while goes_on and handled < len(ahead):
+            row = self._due_row(ahead[handled])
+            goes_on = row is None or (yield from self._save_row(row, until, leaving, taken))
+            handled += goes_on
         yield from self._save_hanging(until, leaving, taken)
-        self._advance([view.block_id for view in ahead if view.block_id not in taken], window, at_end)
+        stay = [view.block_id for view in ahead[:handled] if view.block_id not in taken]
+        self._advance(stay, window, is_over=handled == len(ahead) and (at_end or not stay))
         waits = self._resume_key is not None or bool(self._waiting)
         self.dirty = bool(taken) or self._held >= until or self._cursor is not None or waits
+
+    def _save_row(
+        self, row: BlockKey, until: int, leaving: Mapping[int, bytes | None], taken: set[int]
+    ) -> Generator[OffloadRun, None, bool]:
+        """Offer the caller what must be saved so that a due row will be stored; False if a later step must go on."""
+        if self._held >= until:
+            return False
+        start = row if self._resume_key is None else self._resume_key
+        self._resume_key = None
+        run = self._chain_to(start, until - self._held, leaving)
+        if run is not None:
+            yield from self._save_chain(run, taken)
+        if start != row and self._resume_key is None and start in self.index:
+            self._resume_key = row
+        self._resume_for = row
+        if self._resume_key is None:
+            self._note_handled(row)
+        return self._resume_key is None
 
     def _save_chain(self, run: OffloadRun, taken: set[int]) -> Iterator[OffloadRun]:
         """Offer a run of the chain to the caller; what it saves is `taken` from the free queue."""
@@ -292,12 +309,30 @@ class LazyOffload:
         return entry.key if entry.group == self._chain else entry.parent
 
     def _note_handled(self, row: BlockKey) -> None:
-        """All that could be done to store a row is done: what hangs on it is saved now, or not offered again."""
-        hanging = self._hanging.get(row)
-        if hanging and row in self.index:
-            self._waiting[row] = None
-        for key in hanging or () if row not in self.index else ():
-            self._entries[self._places[key]].offered = True
+        """All that could be done to store a row is done: what hangs on it is saved now, or it is refused.
+
+        Then neither it nor the blocks before and on it are offered again until they are used.
+        """
+        hanging = self._hanging.get(row, {})
+        if row in self.index:
+            self._waiting.update({row: None} if hanging else {})
+            return
+        for key in hanging:
+            self._refuse(self._places[key])
+        for _ in range(CLIMB_PER_STEP):
+            block_id = self._places.get(row)
+            if block_id is None or row in self.index or not self._refuse(block_id):
+                break
+            row = self._entries[block_id].parent
+
+    def _refuse(self, block_id: int) -> bool:
+        """Give up a block until it is used again; False if it was offered already."""
+        entry = self._entries[block_id]
+        if entry.offered:
+            return False
+        entry.offered = True
+        self.refused += 1
+        return True
 
     def _take(self, room: int, leaving: Mapping[int, bytes | None]) -> list[OffloadRun]:
         """Runs of at most `room` blocks that hang on rows that wait; each is offered once."""
@@ -384,16 +419,17 @@ class LazyOffload:
             ahead = [*islice(self.context.iter_free_blocks(), most)]
         return ahead, len(ahead) < most
 
-    def _advance(self, stay: Sequence[int], window: int, at_end: bool) -> None:
-        """The next step continues after the last block that stays in the queue, or at the head if all were seen.
+    def _advance(self, stay: Sequence[int], window: int, *, is_over: bool) -> None:
+        """The next step continues after the last of the blocks that stay in the queue, or at the head.
 
-        A cursor that left the queue and came back is at its end: the pass ends there, and the next one begins at the
+        At the head if the pass `is_over`, or reached the end of the window. Where no block stays, the cursor does. A
+        cursor that left the queue and came back is at its end: the pass ends there, and the next one begins at the
         head. Whatever happens to the queue costs at most one pass.
         """
         self._passed += len(stay)
-        if at_end or not stay or self._passed >= window - self._held:
+        if is_over or self._passed >= window - self._held:
             self._restart()
-        else:
+        elif stay:
             self._cursor = stay[-1]
 
     def _restart(self) -> None:
@@ -411,6 +447,7 @@ class LazyOffload:
             if block_id is None:
                 for later in missing:  # no block after a lost one can be served
                     self._drop(later)
+                self.refused += len(missing)
                 return None
             if len(missing) == CLIMB_PER_STEP:
                 self._resume_key = parent

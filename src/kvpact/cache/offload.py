@@ -297,13 +297,15 @@ class Offloader:
 
     def _order_piece(self, waiting: PutOffSave, now: float) -> None:
         """Order the next piece; if it cannot be saved as a whole, drop what is left."""
-        piece, is_taken, goes_on = waiting.pieces.popleft(), False, False
+        piece = waiting.pieces.popleft()
+        is_taken, end = False, piece.start
         self._left -= piece.end - piece.start
         try:
-            is_taken, goes_on = self._save_piece(waiting, piece, now)
+            is_taken, end = self._save_piece(waiting, piece, now)
         finally:
             self._let_go(piece, () if is_taken else piece.chain)
-            while waiting.pieces and not goes_on:
+            self._count_dropped(piece, end)
+            while waiting.pieces and end < piece.end:
                 self._drop(waiting.pieces.popleft())
 
     def _let_go(self, piece: Piece, chain: Sequence[int]) -> None:
@@ -312,19 +314,19 @@ class Offloader:
         for ids in filter(None, (_ids_of(piece), chain[::-1])):
             self._context.free_blocks(ids)
 
-    def _save_piece(self, waiting: PutOffSave, piece: Piece, now: float) -> tuple[bool, bool]:
+    def _save_piece(self, waiting: PutOffSave, piece: Piece, now: float) -> tuple[bool, int]:
         """Order a piece, as far as it is not stored; returns whether its save has taken over all the chain's blocks,
-        and whether the pieces after it can be saved too."""
+        and the row up to which it could be ordered: the pieces after it can be saved too if that is its end."""
         start, end, chain = piece.start, piece.end, self.groups.groups.chain
         if not waiting.trusted or start >= waiting.garbage_from:
-            return False, False
+            return False, start
         keys = waiting.names.extend(waiting.token_ids, end)
         sound = min(end, waiting.garbage_from, len(keys))
         if chain is not None:
             sound = min(sound, start + self.tags.same_prefix(piece.chain, 0, waiting.tag))
         known, is_taken = min(sound, self.groups.know_rows(keys)), False
         if known < start:
-            return False, False
+            return False, start
         if known < sound and chain is not None:
             whole, ids = known == start and sound == end, piece.chain[known - start : sound - start]
             rows = range(known, sound)
@@ -335,7 +337,7 @@ class Offloader:
         still = [each for each in piece.hanging if self.tags.has(each[2], waiting.tag)]
         for run in self._runs(waiting.request_id, keys, sound, still, None) if still else ():
             self.save(run, now)
-        return is_taken, sound == end
+        return is_taken, sound
 
     @property
     def dirty(self) -> bool:
@@ -355,9 +357,12 @@ class Offloader:
     def order_what_is_leaving(self, loading_blocks: int, computed_tokens: int, now: float) -> None:
         """Save what the engine is about to evict; in this step it took blocks for these."""
         if self.lazy is not None:
+            refused = self.lazy.refused
             sizes = [group.block_size for group in self.groups.groups.groups]
             for run in self.lazy.due(loading_blocks + sum(num_blocks_for(computed_tokens, size) for size in sizes)):
                 self.lazy.saving(self.save(run, now))
+            if self.lazy.refused > refused:
+                self.tiers.metrics.add("dropped_blocks", self.lazy.refused - refused)
 
     # A save
 
@@ -447,8 +452,13 @@ class Offloader:
                 self._drop(piece)
 
     def _drop(self, piece: Piece) -> None:
-        self.tiers.metrics.add("dropped_blocks", len(piece.chain) + len(piece.hanging))
+        self._count_dropped(piece, piece.start)
         self._let_go(piece, piece.chain)
+
+    def _count_dropped(self, piece: Piece, start: int) -> None:
+        """Count what will not be saved of a piece: its rows from `start` on, and what hangs on them."""
+        hanging = sum(self.groups.groups.row_of(group, block) >= start for group, block, _ in piece.hanging)
+        self.tiers.metrics.add("dropped_blocks", len(piece.chain[start - piece.start :]) + hanging)
 
     def _good(self, save: SaveState) -> list[bool]:
         """Which blocks of a save hold what their keys say; of the chain's none after one that does not."""

@@ -24,14 +24,11 @@ from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import PutDone
 from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, LRUKeySet
 
-WRITE_BYTES = 128 << 20
-"""Bytes of one write: each costs the scheduler's thread a wake-up, and nothing waits for its end."""
-
 MAX_UNWRITTEN = 64
 """Chains that wait at most until a step has time to offer them to the tiers (P12)."""
 
 BACKLOG_SLOTS = 64
-"""Slots in which one step looks at most for blocks that late tiers lack (P11)."""
+"""Slots in which one step looks at most for blocks that a late tier lacks (P11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +66,15 @@ class WriteBack:
     epochs: Epochs
     seen_once: LRUKeySet | None
     _unwritten: deque[Offer] = field(default_factory=deque, init=False)
-    _backlog: range = field(default=range(0), init=False)
-    """Slots whose blocks are still to be offered to tiers that were opened late."""
+    _backlog: dict[TierClient, range] = field(default_factory=dict, init=False)
+    """A tier that was opened late -> the slots whose blocks are still to be offered to it."""
 
     # What waits for a step that has time
 
     @property
     def waiting(self) -> int:
         """Number of chains, and slots of the backlog, that wait to be offered to the tiers."""
-        return len(self._unwritten) + len(self._backlog)
+        return len(self._unwritten) + sum(map(len, self._backlog.values()))
 
     def note_saved(self, offer: Offer) -> None:
         """Offer what was saved to the tiers, in this step or a later one.
@@ -142,30 +139,58 @@ class WriteBack:
 
     def begin_backlog(self) -> None:
         """The tiers were opened late, or copies are proven now: what memory holds is written to them piece by piece."""
-        self._backlog = range(self.index.num_slots)
+        self._backlog = dict.fromkeys(self.tiers.clients, range(self.index.num_slots))
 
-    def offer_backlog(self) -> None:
-        """Offer more of what memory held when the tiers were opened, while they have room."""
-        for slot in self._backlog[:BACKLOG_SLOTS]:
-            if self.tiers.budget.is_late or not self._has_room:
+    def offer_backlog(self) -> bool:
+        """Offer more of what memory held when the tiers were opened, to each that has room and may be written.
+
+        Returns whether anything was done. A tier that is ill, or slow, keeps its place, and holds up no other.
+        """
+        return sum(map(self._offer_slots, [*self._backlog])) > 0
+
+    def _offer_slots(self, client: TierClient) -> bool:
+        """Offer a tier the blocks of its next slots; whether it got those of one at least."""
+        slots = self._backlog[client]
+        left = slots
+        for slot in slots[:BACKLOG_SLOTS]:
+            if self.tiers.budget.is_late or not self._offer_slot(client, slot):
                 break
-            self._backlog = self._backlog[1:]
-            key = self.index.key_at(slot)
-            if key is not None and self.index.is_last(key):
-                chain = self.index.chain(key)
-                if self.index.is_side(slot):
-                    self.offer(Offer([chain.pop()], follow=False))
-                self.offer(Offer(chain))
+            left = left[1:]
+        self._backlog[client] = left
+        if not left:
+            del self._backlog[client]
+        return len(left) < len(slots)
+
+    def _offer_slot(self, client: TierClient, slot: int) -> bool:
+        """Offer a tier the chain that ends in a slot; False if it is ill, or has no room for all of it now."""
+        key = self.index.key_at(slot)
+        if key is None or not self.index.is_last(key):
+            return True
+        if not client.may_write or self._room(client) < self._most_per_write(client):
+            return False
+        chain = self.index.chain(key)
+        side = [chain.pop()] if self.index.is_side(slot) else []
+        for offer in (Offer(chain), Offer(side, follow=False)):
+            held = self._admitted(self._held(offer), offer.follow)
+            if held and not self._give(client, held, offer.follow, self._room(client)):
+                return False
+        if self.seen_once is not None and sum(slot in slots for slots in self._backlog.values()) == 1:
+            self.seen_once.add([*chain, *side])
+        return True
 
     def clear(self) -> None:
         """A new epoch begins: drop what waits, which belongs to the old one."""
         self._unwritten.clear()
-        self._backlog = range(0)
+        self._backlog.clear()
 
-    @property
-    def _has_room(self) -> bool:
-        """Whether every tier would take a write of `WRITE_BYTES` now."""
-        return all(client.executor.has_room(WRITE_BYTES) for client in self.tiers.clients)
+    def _room(self, client: TierClient) -> int:
+        """How many blocks a tier's queue would take now."""
+        return client.executor.room // self.tiers.arena.slot_bytes
+
+    def _most_per_write(self, client: TierClient) -> int:
+        """How many blocks one write to a tier may have."""
+        most = client.executor.most_per_write(self.tiers.arena.slot_bytes)
+        return max(1, min(most, self.tiers.arena.least_slots // 2))
 
     def _held(self, offer: Offer) -> Sequence[BlockKey]:
         """What memory holds of it now."""
@@ -190,34 +215,40 @@ class WriteBack:
     # Writing
 
     def offer(self, offer: Offer) -> None:
-        """Have every tier store what it lacks of the blocks that memory holds.
+        """Have every tier store what it lacks of the blocks that memory holds."""
+        held = self._held(offer)
+        admitted = self._admitted(held, offer.follow)
+        if self.seen_once is not None:
+            self.seen_once.add(held)
+        for client in self._writers() if admitted else ():
+            self._give(client, admitted, offer.follow)
+
+    def _give(self, client: TierClient, held: Sequence[BlockKey], follow: bool, most: int = maxsize) -> bool:
+        """Have a tier store what it lacks of these blocks, the first `most` of that; whether it lacked no more.
 
         A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
         """
-        epoch, held, now = self.epochs.current, self._admitted(offer), self.tiers.clock()
-        for client in self._writers() if held else ():
-            lacks = self._lacked(client, held, offer.follow, now)
-            if lacks and not client.may_write:
-                self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
-            elif lacks:
-                self._write(client, lacks, held[: len(held) - len(lacks)] if offer.follow else None, epoch)
+        lacks = self._lacked(client, held, follow, self.tiers.clock())
+        if lacks and not client.may_write:
+            self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
+        elif lacks:
+            before = held[: len(held) - len(lacks)] if follow else None
+            self._write(client, lacks[:most], before, self.epochs.current)
+        return len(lacks) <= most
 
     def _writers(self) -> Iterator[TierClient]:
         """The tiers that get blocks of this epoch."""
         may_share = self.tiers.may_share(self.epochs.current)
         return (client for client in self.tiers.clients if may_share or not client.shared)
 
-    def _admitted(self, offer: Offer) -> Sequence[BlockKey]:
-        """What of it memory holds, and the tiers get: with `"admit": "second-use"` what was offered before."""
-        held, seen = self._held(offer), self.seen_once
-        if seen is None or not held:
+    def _admitted(self, held: Sequence[BlockKey], follow: bool) -> Sequence[BlockKey]:
+        """What the tiers get of blocks that memory holds: with `"admit": "second-use"` what was offered before."""
+        seen = self.seen_once
+        if seen is None:
             return held
-        if offer.follow:
-            admitted = held[: next((at for at, key in enumerate(held) if key not in seen), len(held))]
-        else:
-            admitted = [key for key in held if key in seen]
-        seen.add(held)
-        return admitted
+        if follow:
+            return held[: next((at for at, key in enumerate(held) if key not in seen), len(held))]
+        return [key for key in held if key in seen]
 
     def _has(self, client: TierClient, key: BlockKey, now: float) -> bool:
         """Whether a block is being written to the tier, or a shared one was found to hold it."""
@@ -240,7 +271,7 @@ class WriteBack:
         self, client: TierClient, keys: Sequence[BlockKey], before: Sequence[BlockKey] | None, epoch: Epoch
     ) -> None:
         """Write blocks in pieces; if they follow those `before`, each piece goes after the one before it."""
-        write_blocks = max(1, min(WRITE_BYTES // self.tiers.arena.slot_bytes, self.tiers.arena.least_slots // 2))
+        write_blocks = self._most_per_write(client)
         number = self.index.space.number
         for start in range(0, len(keys), write_blocks):
             piece = tuple(keys[start : start + write_blocks])
@@ -285,8 +316,8 @@ class WriteBack:
         """
         self.tiers.budget = StepBudget(inf)
         self.offer_some()
-        while self._backlog and self._has_room:
-            self.offer_backlog()
+        while self.offer_backlog():
+            pass
         for client, contents in self.tiers.contents.items():
             if keys := [*contents.unshareable]:
                 client.delete(keys)

@@ -27,6 +27,9 @@ from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
+WRITE_BYTES = 128 << 20
+"""Bytes of one write: each costs the scheduler's thread a wake-up, and nothing waits for its end."""
+
 OpId: TypeAlias = Hashable
 """The caller's own id for one operation; unique among those under way."""
 
@@ -269,9 +272,21 @@ class TierExecutor:
         """Bytes accepted and not yet written; at most `max_write_bytes`."""
         return self._shared.accepted_bytes - self._shared.ended_bytes
 
+    @property
+    def room(self) -> int:
+        """Bytes of writes that would be accepted now."""
+        return max(0, self._max_write_bytes - self.pending_write_bytes)
+
     def has_room(self, nbytes: int) -> bool:
         """Whether a write of `nbytes` would be accepted now."""
-        return self.pending_write_bytes + nbytes <= self._max_write_bytes
+        return nbytes <= self.room
+
+    def most_per_write(self, block_bytes: int) -> int:
+        """How many blocks of this size one write may have: one waits while another runs, so half of what may wait.
+
+        At least one, which has room where nothing waits: an engine with a smaller queue does not start.
+        """
+        return max(1, min(WRITE_BYTES, self._max_write_bytes // 2) // block_bytes)
 
     @property
     def under_way(self) -> int:

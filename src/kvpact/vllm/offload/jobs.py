@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import compress, islice
 from typing import Any, Final
 
 import numpy as np
@@ -56,10 +57,14 @@ class _Load:
 
 @dataclass(eq=False, slots=True)
 class _Store:
-    """A job that writes."""
+    """A job that writes, in pieces that fit in the tier's queue."""
 
     job: Any
     names: list[BlockKey]
+    under_way: int = 0
+    """Pieces that have not ended."""
+    stored: list[Any] = field(default_factory=list)
+    """Keys of the job that are stored."""
 
 
 class TierJobs:
@@ -86,7 +91,8 @@ class TierJobs:
         self._answers = _Answers(max(MIN_KNOWN, KNOWN_SHARE * (len(memory) // row_bytes)))
         self._loads: dict[Any, _Load] = {}
         self._copies: list[tuple[Future[None], _Load]] = []
-        self._stores: dict[Any, _Store] = {}
+        self._stores: dict[tuple[Any, int], _Store] = {}
+        """(job, the first block of a piece under way) -> its job."""
         self._results: list[JobResult] = []
         self._copier = ThreadPoolExecutor(1, "kvpact-offload-copy")
 
@@ -145,13 +151,18 @@ class TierJobs:
             self._report_load(load, now)
 
     def store(self, job: Any, names: list[BlockKey], depths: Sequence[int], epoch: Epoch, now: float) -> None:
-        """Write the job's rows; refused at once beyond `write_queue`, so that a sick store pins no host memory."""
-        buffers = [[row] for row in self._rows(job)]
-        nbytes = len(buffers) * self._row_bytes
-        if self.client.submit_put(job.job_id, names, buffers, nbytes, epoch, depths=depths):
-            self._stores[job.job_id] = _Store(job, names)
-        else:
-            self._count("dropped_writes", len(names))
+        """Write the job's rows; what is beyond `write_queue` is dropped, so that a sick store pins no host memory."""
+        buffers, store = [[row] for row in self._rows(job)], _Store(job, names)
+        most = self.client.executor.most_per_write(self._row_bytes)
+        for start in range(0, len(buffers), most):
+            op_id, piece, rows = (job.job_id, start), slice(start, start + most), buffers[start : start + most]
+            nbytes = len(rows) * self._row_bytes
+            if not self.client.submit_put(op_id, names[piece], rows, nbytes, epoch, depths=depths[piece]):
+                self._count("dropped_writes", len(names) - start)
+                break
+            self._stores[op_id] = store
+            store.under_way += 1
+        if not store.under_way:
             self._results.append(_result(job, [], self._row_bytes, now))
 
     def poll(self, now: float) -> list[JobResult]:
@@ -162,7 +173,7 @@ class TierJobs:
             if isinstance(done, LookupDone):
                 self._answers.note(self._answers.asking.pop(done.op_id), done.each, now)
             elif isinstance(done, PutDone):
-                self._end_store(self._stores.pop(done.op_id), done, now)
+                self._end_piece(done.op_id, done, now)
             elif isinstance(done, GetDone) and (load := self._loads.pop(done.op_id, None)) is not None:
                 self._end_load(load, done.each, now)
         for load in [load for load in self._loads.values() if load.deadline <= now and not load.is_given_up]:
@@ -214,14 +225,18 @@ class TierJobs:
         self._count("read_bytes", len(came) * self._row_bytes)
         self._results.append(_result(load.job, came, self._row_bytes, now))
 
-    def _end_store(self, store: _Store, done: PutDone, now: float) -> None:
-        stored = [key for key, is_held in zip(store.job.keys, done.each, strict=True) if is_held]
-        self._answers.forget([name for name, is_held in zip(store.names, done.each, strict=True) if is_held])
+    def _end_piece(self, op_id: Any, done: PutDone, now: float) -> None:
+        store, start = self._stores.pop(op_id), op_id[1]
+        stored = [*compress(islice(store.job.keys, start, None), done.each)]
+        self._answers.forget([*compress(store.names[start:], done.each)])
         self._count("written_blocks", len(stored))
         self._count("written_bytes", len(stored) * self._row_bytes)
         self._count("dropped_writes", len(done.each) - len(stored))
         self._stored(stored)
-        self._results.append(_result(store.job, stored, self._row_bytes, now))
+        store.stored += stored
+        store.under_way -= 1
+        if not store.under_way:
+            self._results.append(_result(store.job, store.stored, self._row_bytes, now))
 
     def _count(self, name: str, amount: int) -> None:
         self._metrics.add(name, amount, self.client.name)
