@@ -195,7 +195,7 @@ class Planner:
         else:
             asked = state.tier_lookup
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
-            end, has_news = len(probe.keys), state.last_lookup < 0 and asked is not None
+            end, has_news = len(probe.keys), state.lookups.start < 0 and asked is not None
         limits = self._limits(state, available, probe.start, has_news=has_news)
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):
@@ -208,7 +208,7 @@ class Planner:
             if self._waits_for_room(probe, decision.end, available):
                 return Wait(no_room=True)
             decision = decision.otherwise
-        if decision.reason is MissReason.RECOMPUTE_FASTER and state.last_lookup != probe.start:
+        if decision.reason is MissReason.RECOMPUTE_FASTER and state.lookups.start != probe.start:
             self.tiers.metrics.add("declined_blocks", available.stored - max(available.resident, probe.start))
         if decision.tiers_done:
             self._let_tiers_go(probe)
@@ -449,12 +449,15 @@ class Planner:
         self.ledger.ready(
             plan, promised_tokens=blocks.count * self.groups.block_size, leases=leases, now=probe.now, blocks=blocks
         )
-        self._count_lookup(probe.state, blocks.start, True)
+        probe.state.lookups.note_result(blocks.start, None, self.tiers.metrics, probe.state.record)
         return plan
 
     def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
         state, keys, now = probe.state, probe.keys, probe.now
-        self._count_lookup(state, blocks.start, True if promised else None)
+        if promised:
+            state.lookups.note_result(blocks.start, None, self.tiers.metrics, state.record)
+        else:
+            state.lookups.note(blocks.start, self.tiers.metrics, state.record)
         self.index.touch(keys[blocks.end - 1])
         if promised:
             slots, leases = self.groups.lease(state, keys, blocks)
@@ -476,38 +479,15 @@ class Planner:
         return ExternalKVMatch(plan.promised_tokens, not waits, plan)
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:
-        """The engine has all that could be loaded: counts as neither a lookup nor a miss."""
+        """The engine has all that could be loaded."""
         self.ledger.end(request_id, EndReason.SUPERSEDED)
-        if state.spared_at != start:
-            self.tiers.metrics.add("spared_lookups")
-        state.spared_at = start
+        state.lookups.note_spared(start, self.tiers.metrics)
         return NO_MATCH
 
     def _miss(self, request_id: str, state: RequestState, start: int, miss: Miss) -> ExternalKVMatch:
         self.ledger.end(request_id, miss.ends)
-        self._count_lookup(state, start, False, miss.reason)
+        state.lookups.note_result(start, miss.reason, self.tiers.metrics, state.record)
         return NO_MATCH
-
-    def _count_lookup(
-        self, state: RequestState, start: int, found: bool | None, reason: MissReason = MissReason.NOT_STORED
-    ) -> None:
-        """Count once what a lookup from block `start` on found; a repeated lookup is not counted (H02).
-
-        One with another result is: a blocked request may miss first, and find later what others have saved.
-        """
-        if state.last_lookup != start or (found is not None and state.found is not None and found != state.found):
-            self.tiers.metrics.add("lookups")
-            state.found = None
-        record = state.record
-        state.last_lookup = record.looked_up_from = start
-        if found is not None:
-            record.miss = None if found else reason
-        if found is not None and state.found is None:
-            state.found = found
-            if found:
-                self.tiers.metrics.add("hits")
-            else:
-                self.tiers.metrics.add("misses", label=reason)
 
 
 def _usable_blocks(loadable: int, state: RequestState) -> int:

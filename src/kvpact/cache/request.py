@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvpact.cache.counted_lookups import CountedLookups
 from kvpact.cache.records import Records, RequestRecord
 from kvpact.cache.waiting import Event, Told, Waiting
 from kvpact.contract import EngineRequest
@@ -64,12 +65,8 @@ class RequestState:
     """The first block that failed to load: neither it nor later ones are promised to this request again (H09)."""
     waiting: Waiting = field(default_factory=Waiting)
     """What it was told, and how long it may be told "ask again later"."""
-    last_lookup: int = -1
-    """First block of the last counted lookup; a blocked request that asks in each step is counted once (H02)."""
-    found: bool | None = None
-    """Whether that lookup promised anything; None while it waits for a tier."""
-    spared_at: int = -1
-    """First block of the last probe at which the engine had all that could be loaded."""
+    lookups: CountedLookups = field(default_factory=CountedLookups)
+    """Which of its lookups are counted."""
     tier_lookup: TierLookup | None = None
     """The request's only question to the shared tiers."""
     computed: int = 0
