@@ -140,7 +140,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("loaded_tokens", "counter", "tokens", "Committed tokens whose keys and values arrived."),
     Metric("failed_tokens", "counter", "tokens", "Committed tokens that did not arrive and were computed."),
     Metric("used_tokens", "counter", "tokens", "Tokens not computed by the engine, each position of a request once."),
-    _by_tier("used_tokens_from", "counter", "tokens", "Used tokens by the tier in which a lookup found their blocks."),
+    _by_tier(
+        "used_tokens_from",
+        "counter",
+        "tokens",
+        "Used tokens by tier, shared out by the bytes that a lookup found in each.",
+    ),
     Metric("used_again_tokens", "counter", "tokens", "Tokens skipped again by the same request, after a preemption."),
     Metric("spared_prefill_seconds", "counter", "seconds", "Seconds of prefill spared, at the speed measured then."),
     Metric("overdue_loads", "counter", "loads", "Loads that had not ended by their deadline, so all was computed."),

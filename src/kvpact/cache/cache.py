@@ -90,7 +90,8 @@ class PactCache(ExternalCache):
         """Used tokens whose prefill is counted as spared."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
-        of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
+        of_requests = RequestGroups(groups, index, classes, arena.class_bytes)
+        root, ahead = groups.chain_digest, groups.tokens_ahead
         requests = self.requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
         lifetime, anew = config.plan_lifetime, requests.may_wait_anew
         records = requests.records = Records(clock)

@@ -16,10 +16,11 @@ from kvpact.cache.jobs import PactLedger, PactPlan, TransferJobs
 from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Limits, Lookup, Miss, Phase, Stage, Wait, decide
-from kvpact.cache.prefetch import Prefetcher
+from kvpact.cache.prefetch import Lacking, Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
-from kvpact.cache.waiting import Event, Facts, Queue, Told
+from kvpact.cache.totals import NO_SOURCES, Sources
+from kvpact.cache.waiting import Claim, Event, Facts, Queue, Told
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch
 from kvpact.identity.epochs import Epochs
@@ -196,20 +197,28 @@ class Planner:
             asked = state.tier_lookup
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
             end, has_news = len(probe.keys), state.lookups.start < 0 and asked is not None
-        limits = self._limits(state, available, probe.start, has_news=has_news)
+        lacking = None
+        if available.stored > available.resident:
+            at = available.stored, available.resident, probe.start
+            lacking = self.groups.lacking(state, probe.keys, *at)
+        limits = self._limits(probe, available, lacking, has_news=has_news)
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):
             if plan is None:
                 self.ledger.end(probe.request_id, EndReason.SUPERSEDED)
             return decision
         if isinstance(decision, Stage):
-            if self._stage(probe, decision.end, available):
+            if lacking is not None and self._stage(probe, lacking, available):
                 return Wait()
-            if self._waits_for_room(probe, decision.end, available):
+            if lacking is not None and self._waits_for_room(probe, lacking, available):
                 return Wait(no_room=True)
             decision = decision.otherwise
-        if decision.reason is MissReason.RECOMPUTE_FASTER and state.lookups.start != probe.start:
-            self.tiers.metrics.add("declined_blocks", available.stored - max(available.resident, probe.start))
+        if (
+            lacking is not None
+            and decision.reason is MissReason.RECOMPUTE_FASTER
+            and state.lookups.start != probe.start
+        ):
+            self.tiers.metrics.add("declined_blocks", lacking.blocks_after(probe.start))
         if decision.tiers_done:
             self._let_tiers_go(probe)
         if isinstance(decision, Miss):
@@ -351,11 +360,11 @@ class Planner:
             if keys is not None:
                 self._ask(state, keys, self._find(state, keys, self.tiers.clock()))
 
-    def _limits(self, state: RequestState, available: Availability, start: int, *, has_news: bool) -> Limits:
-        """The limits of a prepare from block `start` on; `has_news`: tiers have answered something for it."""
-        first, faster = max(available.resident, start), False
-        if self.config.recompute_if_faster and available.by_tier and available.stored > first:
-            seconds = self.reads.seconds_to_load(first, available.stored, available.by_tier)
+    def _limits(self, probe: _Probe, available: Availability, lacking: Lacking | None, *, has_news: bool) -> Limits:
+        """The limits of a prepare; `has_news`: tiers have answered something for it."""
+        state, first, faster = probe.state, max(available.resident, probe.start), False
+        if lacking is not None and self.config.recompute_if_faster and available.stored > first:
+            seconds = self.reads.seconds_to_load(lacking, available.by_tier, state.tier_lookup)
             faster = self._computes_faster(available.stored - first, seconds)
         not_found = MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED
         return Limits(
@@ -371,28 +380,34 @@ class Planner:
 
     # What was decided
 
-    def _stage(self, probe: _Probe, end: int, available: Availability) -> bool:
-        """Read blocks up to `end` into memory, under a plan that promises nothing yet; whether there is room."""
-        reach = self._fetch(probe, end, available)
-        if reach <= (first := max(probe.start, available.resident)):
+    def _claim(self, probe: _Probe, lacking: Lacking, available: Availability, reach: int) -> Claim:
+        """What a request waits for that `lacking` is read for; rows before `reach` have room."""
+        first = max(probe.start, available.resident)
+        seconds = self.reads.seconds_to_load(lacking, available.by_tier, probe.state.tier_lookup)
+        return Claim(lacking.end - first, seconds or 0.0, lacking.end - max(first, reach))
+
+    def _stage(self, probe: _Probe, lacking: Lacking, available: Availability) -> bool:
+        """Read what is lacking into memory, under a plan that promises nothing yet; whether there is room."""
+        reach = self._fetch(probe, lacking, available)
+        if reach <= max(probe.start, available.resident):
             return False
-        probe.state.waiting.claim = self.reads.claim(first, end, available.by_tier, reach)
+        probe.state.waiting.claim = self._claim(probe, lacking, available, reach)
         if probe.state.waiting.ahead is not None:
             self.queue.moved_at = probe.now
         keys, held = probe.keys[:reach], self.index.held_prefix(probe.keys, reach)
         if not any(map(self.reads.is_arriving, [*keys[held : held + 1], *probe.state.staged])):
             return False
-        earlier = probe.plan.sources if probe.plan is not None else ()
+        earlier = probe.plan.sources if probe.plan is not None else NO_SOURCES
         plan = self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
-        plan.sources = self.reads.sources(available.by_tier, available.resident, earlier)
+        plan.sources = Sources(self.reads.rows_found(available.by_tier, lacking.first, earlier.rows))
         return True
 
-    def _waits_for_room(self, probe: _Probe, end: int, available: Availability) -> bool:
-        """Whether the request waits until others leave room for its blocks up to `end`; if none has any, none comes."""
+    def _waits_for_room(self, probe: _Probe, lacking: Lacking, available: Availability) -> bool:
+        """Whether the request waits until others leave room for what it lacks; if none has any, none comes."""
         first, held = max(probe.start, available.resident), 0 if probe.plan is None else len(probe.plan.leases)
         if self.index.pinned_count <= held or self.reads.hang(first, available.by_tier):
             return False
-        claim = self.reads.claim(first, end, available.by_tier, min(end, self.index.known_prefix(probe.keys)))
+        claim = self._claim(probe, lacking, available, min(lacking.end, self.index.known_prefix(probe.keys)))
         prefill = self.prefill if self.config.recompute_if_faster else None
         if not self.queue.wait(probe.state.waiting, claim, first - probe.start, prefill):
             return False
@@ -400,14 +415,15 @@ class Planner:
             self.ledger.end(probe.request_id, EndReason.SUPERSEDED)
         return True
 
-    def _fetch(self, probe: _Probe, end: int, available: Availability) -> int:
-        """Begin to read what a match up to block `end`, or a shorter one, needs of all groups; returns up to which
-        block all of it is there or on its way, 0 if that is none.
+    def _fetch(self, probe: _Probe, lacking: Lacking, available: Availability) -> int:
+        """Begin to read what a match, or a shorter one, lacks of all groups; returns up to which block all of it is
+        there or on its way, 0 if that is none.
 
         Room is not made from what memory has of this match, nor from what it has of the shorter one that is promised if
         there is no room.
         """
         state, keys, start, groups = probe.state, probe.keys, probe.start, self.groups
+        end = lacking.end
         wanted = (*groups.hanging(state, end, start), *groups.hanging(state, available.resident, start))
         present = dict.fromkeys(needed.key for needed in wanted if needed.key in self.index)
         pins = self.index.pin_each([*present])
@@ -415,20 +431,21 @@ class Planner:
             if groups.groups.chain is None:
                 reach = groups.know_rows(keys[:end])
             else:
-                reach = self.reads.fetch(keys, end, available.by_tier, self.queue.room_to_read)
+                reach = self.reads.fetch(keys, lacking, available.by_tier, self.queue.room_to_read)
             if reach < end:
                 reach = groups.whole(reach) if groups.reads_all else 0
+                lacking = groups.lacking(state, keys, reach, lacking.first, start)
             if not reach:
                 return 0
             pins.append(self.index.pin(keys[reach - 1]))
-            needed = [each for each in groups.hanging(state, reach, start) if not self.index.is_held(each.key)]
-            missing = [each for each in needed if each.key not in self.index]
+            missing = [each for each in lacking.hanging if each.key not in self.index]
             if (missing and self.queue.lacks) or not self.reads.fetch_hanging(missing, state.tier_lookup):
                 return 0
         finally:
             for pin in pins:
                 self.index.unpin(pin)
-        state.staged = tuple(each.key for each in needed)
+        earlier = state.staged if probe.plan is not None else {}
+        state.staged = {**earlier, **self.reads.tiers_of(lacking.hanging, state.tier_lookup)}
         return reach
 
     def _let_tiers_go(self, probe: _Probe) -> None:
@@ -440,23 +457,21 @@ class Planner:
 
     def _promise(self, probe: _Probe, blocks: BlockRange) -> PactPlan:
         """Promise blocks that memory holds, under the plan that they were read for if that covers them."""
-        plan = probe.plan
+        plan = read = probe.plan
         if plan is None or blocks.end > plan.blocks.end:
-            opened = self._open(probe, blocks, promised=True)
-            opened.sources = plan.sources if plan is not None else ()
-            return opened
-        plan.slots, leases = self.groups.lease(probe.state, probe.keys, blocks)
-        self.ledger.ready(
-            plan, promised_tokens=blocks.count * self.groups.block_size, leases=leases, now=probe.now, blocks=blocks
-        )
+            plan = self._open(probe, blocks, promised=True)
+        else:
+            plan.slots, leases = self.groups.lease(probe.state, probe.keys, blocks)
+            tokens = blocks.count * self.groups.block_size
+            self.ledger.ready(plan, promised_tokens=tokens, leases=leases, now=probe.now, blocks=blocks)
+        if read is not None:
+            plan.sources = self.groups.sources(read.sources.rows, plan.slots, probe.state.staged, blocks.count)
         probe.state.lookups.note_result(blocks.start, None, self.tiers.metrics, probe.state.record)
         return plan
 
     def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
         state, keys, now = probe.state, probe.keys, probe.now
-        if promised:
-            state.lookups.note_result(blocks.start, None, self.tiers.metrics, state.record)
-        else:
+        if not promised:
             state.lookups.note(blocks.start, self.tiers.metrics, state.record)
         self.index.touch(keys[blocks.end - 1])
         if promised:

@@ -79,8 +79,8 @@ class RequestState:
     """Loads since then, each ended by a preemption."""
     side_keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
     """(side group, block) -> the block's key, as far as it was asked for."""
-    staged: tuple[BlockKey, ...] = ()
-    """The keys of the side groups' blocks that are read for the request's plan."""
+    staged: dict[BlockKey, str] = field(default_factory=dict)
+    """The side groups' blocks that are read for the request's plan, each with the tier that has it."""
     branches: tuple[int, ...] = ()
     """Rows at which another request may go on from what this one computes: where the engine's own blocks end, and where
     the stored chain does. What the side groups lack there is saved."""
