@@ -1,7 +1,7 @@
 """How a prepare is answered: from finding a request's blocks, through reads from the tiers, to the promise.
 
-`lookup.py` decides; this module collects the facts and carries the answer out. Owns how fast the engine was seen to
-compute; a request's state is in its `RequestState`, its plan in the ledger. Touches memory only and waits for nothing.
+`finder.py` says where blocks are, `lookup.py` decides; this module puts the two together and carries the answer out. A
+request's state is in its `RequestState`, its plan in the ledger. Touches memory only and waits for nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups
 from kvpact.cache.jobs import PactLedger, PactPlan, TransferJobs
 from kvpact.cache.ledger import State
@@ -23,20 +24,15 @@ from kvpact.cache.totals import NO_SOURCES, Sources
 from kvpact.cache.waiting import Claim, Event, Facts, Queue, Told
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch
-from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
 from kvpact.metrics import EndReason, MissReason
 from kvpact.ranges import BlockRange
-from kvpact.tiers.costs import PrefillRate
 
 NO_MATCH = ExternalKVMatch(0)
 
 KEY_PIECE_TOKENS = 8192
 """Tokens whose blocks are named at once: about 0.2 ms of the scheduler's thread, in blocks of 16."""
-
-MORE_ROUNDS = 3
-"""How often a request asks shared tiers for blocks of side groups: for the longest match, and for shorter ones."""
 
 MAX_LOADS_WITHOUT_PROGRESS = 3
 """Loads without progress, each ended by a preemption, after which the engine computes the request's prompt.
@@ -60,23 +56,21 @@ class _Probe(NamedTuple):
 
 @dataclass(eq=False)
 class Planner:
-    """Answers prepares of requests of the current epoch of `epochs`, and opens and stages their plans."""
+    """Answers prepares of requests, and opens and stages their plans."""
 
     config: KvpactConfig
     ledger: PactLedger
     groups: RequestGroups
-    reads: Prefetcher
+    finder: Finder
     jobs: TransferJobs
     load_budget: LoadBudget
-    epochs: Epochs
-    prefill: PrefillRate = field(init=False)
-    """How fast the engine computes; a step tells it."""
+    reads: Prefetcher = field(init=False)
     queue: Queue = field(init=False)
     index: BlockIndex = field(init=False)
     tiers: TierSet = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prefill = PrefillRate(2 * self.groups.block_size)
+        self.reads = self.finder.reads
         self.index, self.tiers = self.reads.index, self.reads.tiers
         self.queue = Queue(lambda: self.index.usable_slots, self.groups.block_size)
 
@@ -185,12 +179,12 @@ class Planner:
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
             self.tiers.poll()
         keys = probe.keys if plan is None or not self.groups.groups.sides else probe.keys[: plan.blocks.end]
-        available = self._find(state, keys, probe.now, probe.start)
+        available = self.finder.find(state, keys, probe.now, probe.start)
         if plan is None:
             record.found = available
-        if plan is None and probe.now < deadline and self.asks_shared:
-            self._ask(state, probe.keys, available)
-            self._ask_more(state, probe.keys, max(available.resident, _chain_of(state)), probe.start)
+        if plan is None and probe.now < deadline and self.finder.asks_shared:
+            self.finder.ask(state, probe.keys, available)
+            self.finder.ask_more(state, probe.keys, available.resident, probe.start)
         if plan is not None:
             phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
         else:
@@ -225,22 +219,7 @@ class Planner:
             return self._miss(probe.request_id, state, probe.start, decision)
         return self._match(self._promise(probe, BlockRange(probe.start, decision.end - probe.start)))
 
-    # Where blocks are
-
-    @property
-    def asks_shared(self) -> bool:
-        """Whether a prepare asks shared tiers."""
-        return self._may_be_shared and self.config.match_at == "schedule" and self.config.prepare_deadline > 0
-
-    @property
-    def looks_up_at_step(self) -> bool:
-        """Whether workers look in shared tiers at a step's beginning."""
-        return self.config.match_at == "step" and self._may_be_shared
-
-    @property
-    def _may_be_shared(self) -> bool:
-        """Whether shared tiers may hold blocks of this epoch."""
-        return bool(self.tiers.shared) and self.tiers.may_share(self.epochs.current)
+    # What is looked up
 
     def _keys_to(self, request: EngineRequest, state: RequestState, start: int, end: int) -> Sequence[BlockKey] | None:
         """The keys of the blocks from `start` to `end`, the usable ones, as far as some place may hold them.
@@ -254,7 +233,7 @@ class Planner:
         names = state.keys
         piece, made, deadline = max(1, KEY_PIECE_TOKENS // self.groups.block_size), False, self._deadline(state)
         while (known := len(names.keys)) < end and not names.ended:
-            if known > start and not self._may_go_on(names.keys):
+            if known > start and not self.finder.may_go_on(names.keys):
                 break
             if known > start and self.tiers.clock() >= deadline > -inf:
                 break
@@ -263,15 +242,6 @@ class Planner:
             names.extend(request.token_ids, min(end, max(known, start) + piece))
             made = True
         return names.keys[:end]
-
-    def _may_go_on(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether some place may hold blocks of a chain after `keys`, the first ones of it."""
-        if self._may_be_shared or self.groups.groups.chain is None:
-            return True
-        if keys[-1] in self.index:
-            return True
-        now = self.tiers.clock()
-        return any(client.held(keys, now) == len(keys) for client in self.tiers.clients if not client.shared)
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Whole blocks before the request's last token."""
@@ -282,101 +252,41 @@ class Planner:
         waiting, patience = state.waiting, self.config.prepare_deadline
         if patience <= 0 or waiting.until is None:
             return inf if patience > 0 else -inf
-        return self.queue.deadline(waiting.until, waiting.ahead, self.prefill, patience)
-
-    def _find(self, state: RequestState, keys: Sequence[BlockKey], now: float, start: int = 0) -> Availability:
-        """Where these blocks of a request are, of which the engine has those before `start`.
-
-        Reads memory only and waits for nothing.
-        """
-        by_tier = self.reads.readable(keys, state.tier_lookup, now)
-        if self.groups.groups.chain is None:  # a chain whose blocks have no bytes is available everywhere
-            held, arriving, by_tier = len(keys), False, tuple(len(keys) for _ in by_tier)
-        else:
-            held = self.index.held_prefix(keys)
-            arriving = held < len(keys) and self.reads.is_arriving(keys[held])
-        if not self.groups.groups.sides:
-            return Availability(held, by_tier, arriving)
-        return self._with_all_groups(state, Availability(held, by_tier, arriving), start, now)
-
-    def _with_all_groups(self, state: RequestState, chain: Availability, start: int, now: float) -> Availability:
-        """Cut what is available of a chain to what a match can use: all groups must have what it needs."""
-        resident = self.groups.longest(state, chain.resident, start, self.index.is_held)
-        if not state.branches:
-            state.branches = start, chain.resident
-        reach, stored = resident, max(chain.resident, chain.stored)
-        if self.tiers.clients and stored > resident:
-            supplied = self.reads.supplied(state.tier_lookup, now)
-            reach = self.groups.longest(state, stored, start, lambda key: self.index.is_held(key) or supplied(key))
-        if reach <= chain.resident:  # the tiers are needed for side groups alone
-            by_tier = tuple(reach for _ in chain.by_tier)
-        else:
-            by_tier = tuple(min(blocks, reach) for blocks in chain.by_tier)
-        arriving = chain.arriving or any(map(self.reads.is_arriving, state.staged))
-        return Availability(resident, by_tier, arriving)
+        return self.queue.deadline(waiting.until, waiting.ahead, self.finder.prefill, patience)
 
     def find_elsewhere(self, request: EngineRequest, state: RequestState, blocks: BlockRange) -> Sequence[BlockKey]:
         """Keys up to the end of `blocks` that workers may look for in shared tiers; none if fewer than a match."""
         computed_tokens = blocks.start * self.groups.block_size
-        if not self.looks_up_at_step or state.keys is None or self._why_not(request, state, computed_tokens):
+        if not self.finder.looks_up_at_step or state.keys is None or self._why_not(request, state, computed_tokens):
             return ()
         end = min(blocks.end, _usable_blocks(self.loadable_blocks(request), state))
         keys: Sequence[BlockKey] = state.keys.extend(request.token_ids, end)[:end]
         keys = keys[: self.tiers.readable_elsewhere(keys)]
         return keys if len(keys) - blocks.start >= self.config.min_match_blocks else ()
 
-    def _ask(self, state: RequestState, keys: Sequence[BlockKey], available: Availability) -> None:
-        """Ask the shared tiers, once per request, if what they might hold is worth the question."""
-        if state.tier_lookup is not None:
-            return
-        missing = len(keys) - max(available.resident, available.stored)
-        if missing and not self._computes_faster(missing, self.reads.lookup_seconds or None):
-            state.begin_lookup(self.reads.ask(keys))
-
-    def _ask_more(self, state: RequestState, keys: Sequence[BlockKey], rows: int, start: int) -> None:
-        """Ask the shared tiers that have `rows` blocks of the chain what they hold of the side groups, if that is not
-        known yet and would make a match longer."""
-        lookup, groups = state.tier_lookup, self.groups
-        if not groups.groups.sides or lookup is None or lookup.pending or not lookup.hits:
-            return
-        if lookup.rounds >= MORE_ROUNDS:
-            return
-        rows = len(keys) if groups.groups.chain is None else rows
-        now = self.tiers.clock()
-        has, may_have = (self.reads.supplied(lookup, now, unknown=unknown) for unknown in (False, True))
-        sure = groups.longest(state, rows, start, lambda key: self.index.is_held(key) or has(key))
-        perhaps = groups.longest(state, rows, start, lambda key: self.index.is_held(key) or may_have(key))
-        if perhaps > sure:
-            keys = [needed.key for needed in groups.hanging(state, perhaps, start)]
-            self.reads.ask_more(lookup, [key for key in keys if not self.index.is_held(key) and not has(key)])
-
     def ask_early(self, request: EngineRequest, state: RequestState) -> None:
         """Ask the shared tiers for a request that the engine has no room for yet, if that is worth it.
 
         A step that has used its budget leaves this, or what is left of it, to the first prepare.
         """
-        if self.asks_shared and not self.tiers.budget.exhausted and self._why_not(request, state, 0) is None:
+        if self.finder.asks_shared and not self.tiers.budget.exhausted and self._why_not(request, state, 0) is None:
             keys = self._keys_to(request, state, 0, _usable_blocks(self.loadable_blocks(request), state))
             if keys is not None:
-                self._ask(state, keys, self._find(state, keys, self.tiers.clock()))
+                self.finder.ask(state, keys, self.finder.find(state, keys, self.tiers.clock()))
 
     def _limits(self, probe: _Probe, available: Availability, lacking: Lacking | None, *, has_news: bool) -> Limits:
         """The limits of a prepare; `has_news`: tiers have answered something for it."""
         state, first, faster = probe.state, max(available.resident, probe.start), False
         if lacking is not None and self.config.recompute_if_faster and available.stored > first:
             seconds = self.reads.seconds_to_load(lacking, available.by_tier, state.tier_lookup)
-            faster = self._computes_faster(available.stored - first, seconds)
-        not_found = MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED
+            faster = self.finder.computes_faster(available.stored - first, seconds)
+        not_found = MissReason.ASKED_AT_STEP if self.finder.looks_up_at_step else MissReason.NOT_STORED
         return Limits(
             self.config.min_match_blocks,
             has_news and state.waiting.told is not Told.PUT_OFF and self.tiers.budget.exhausted,
             faster,
             MissReason.NO_ROOM if state.waiting.ahead is not None else not_found,
         )
-
-    def _computes_faster(self, blocks: int, seconds: float | None) -> bool:
-        """Whether the engine should compute `blocks` blocks in less than `seconds`."""
-        return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.groups.block_size, seconds)
 
     # What was decided
 
@@ -408,7 +318,7 @@ class Planner:
         if self.index.pinned_count <= held or self.reads.hang(first, available.by_tier):
             return False
         claim = self._claim(probe, lacking, available, min(lacking.end, self.index.known_prefix(probe.keys)))
-        prefill = self.prefill if self.config.recompute_if_faster else None
+        prefill = self.finder.prefill if self.config.recompute_if_faster else None
         if not self.queue.wait(probe.state.waiting, claim, first - probe.start, prefill):
             return False
         if probe.plan is None:
@@ -508,11 +418,6 @@ class Planner:
 def _usable_blocks(loadable: int, state: RequestState) -> int:
     """How many of a request's loadable blocks may be promised, if they all have keys."""
     return loadable if state.invalid_from is None else min(loadable, state.invalid_from)
-
-
-def _chain_of(state: RequestState) -> int:
-    """How many of a request's blocks the shared tiers hold of the chain."""
-    return max(state.tier_lookup.hits.values(), default=0) if state.tier_lookup is not None else 0
 
 
 def _why_so_few(state: RequestState, keys: int) -> MissReason:
