@@ -101,11 +101,12 @@ class GroupScene(Scene):
         else:
             segment, classes = ArenaSegment.create(memory // class_bytes[0], class_bytes[0]), ()
         self.pool = GroupPool(self.groups)
+        self.queues = [TierExecutor(tier, 2, 1 << 30) for tier in tiers]
         self.cache = PactCache(
             load_config(settings, {}),
             EngineKV(NAMESPACE.digest, self.groups, classes),
             arena=Arena([segment]),
-            tiers=[TierExecutor(tier, 2, 1 << 30) for tier in tiers],
+            tiers=self.queues,
             clock=lambda: self.now,
         )
         self.cache.bind_scheduler_context(self.pool)

@@ -18,6 +18,7 @@ from kvpact.config import KvpactConfig
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
+from kvpact.metrics import MissReason
 from kvpact.tiers.costs import PrefillRate
 
 MORE_ROUNDS = 3
@@ -120,6 +121,12 @@ class Finder:
         if perhaps > sure:
             keys = [needed.key for needed in groups.hanging(state, perhaps, start)]
             self.reads.ask_more(lookup, [key for key in keys if not self.index.is_held(key) and not has(key)])
+
+    def why_unknown(self) -> MissReason:
+        """Why blocks are known nowhere: a tier that would be asked for them cannot be, or none of all has them."""
+        shared = self.may_be_shared
+        is_down = any(client.is_open for client in self.tiers.clients if shared or not client.shared)
+        return MissReason.TIER_DOWN if is_down else MissReason.NOT_STORED
 
     def computes_faster(self, blocks: int, seconds: float | None) -> bool:
         """Whether the engine should compute `blocks` blocks in less than `seconds`."""

@@ -98,6 +98,7 @@ class Prefetcher:
     def _end_lookup(self, client: TierClient, lookup: TierLookup, done: LookupDone, now: float) -> None:
         if done.ok and done.seconds:
             self.tiers.contents[client].note_found(lookup.keys, done.in_a_row, now)
+        lookup.failed |= not done.ok
         if lookup.pending.pop(client, None) is not None:
             lookup.hits[client] = done.in_a_row
 
@@ -136,6 +137,7 @@ class Prefetcher:
     def _end_asking_more(
         self, client: TierClient, lookup: TierLookup, keys: Sequence[BlockKey], done: LookupDone, now: float
     ) -> None:
+        lookup.failed |= not done.ok
         lookup.hanging[client].update(zip(keys, done.each, strict=True))
         self.tiers.contents[client].found.add([*compress(keys, done.each)], now)
         lookup.pending.pop(client, None)

@@ -131,7 +131,8 @@ class Planner:
         if 0 < self.loadable_blocks(request) <= start:
             self._spare(request.request_id, state, start)
         else:
-            self._miss(request.request_id, state, start, Miss(MissReason.DEADLINE))
+            reason = self._why_not(request, state, computed_tokens) or MissReason.DEADLINE
+            self._miss(request.request_id, state, start, Miss(reason, ends=EndReason.DEADLINE))
 
     def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | Wait:
         name, start = request.request_id, computed_tokens // self.groups.block_size
@@ -158,15 +159,21 @@ class Planner:
         if keys is None:
             return Wait(put_off=True)
         if plan is None and len(keys) - start < self.config.min_match_blocks:
-            return self._miss(name, state, start, Miss(_why_so_few(state, len(keys))))
+            return self._miss(name, state, start, Miss(self._why_so_few(state, start, len(keys), loadable)))
         return self._look_up(_Probe(name, state, keys, start, plan, now))
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
         """Why nothing is looked up for a request, be it early, in a prepare or when its step begins; None if it is."""
         if state.keys is None:
             return MissReason.UNKNOWN_IDENTITY
-        if not (request.may_load and self.groups.shows_all) or computed_tokens % self.groups.groups.alignment:
+        if not self.groups.shows_all:
             return MissReason.DISABLED
+        if not request.may_load:
+            return MissReason.MUST_COMPUTE
+        if not self.loadable_blocks(request):
+            return MissReason.TOO_SHORT
+        if computed_tokens % self.groups.groups.alignment:
+            return MissReason.UNALIGNED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return MissReason.CROWDED
         return MissReason.OVERDUE if self.jobs.is_stuck else None
@@ -207,6 +214,8 @@ class Planner:
             if lacking is not None and self._waits_for_room(probe, lacking, available):
                 return Wait(no_room=True)
             decision = decision.otherwise
+            if isinstance(decision, Miss):
+                decision = decision._replace(reason=self._why_not_staged(probe, available))
         if (
             lacking is not None
             and decision.reason is MissReason.RECOMPUTE_FASTER
@@ -244,8 +253,8 @@ class Planner:
         return names.keys[:end]
 
     def loadable_blocks(self, request: EngineRequest) -> int:
-        """Whole blocks before the request's last token."""
-        return (len(request.token_ids) - 1) // self.groups.block_size
+        """Blocks before the request's last token that a match may have: whole ones of every group."""
+        return self.groups.whole((len(request.token_ids) - 1) // self.groups.block_size)
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
@@ -280,13 +289,48 @@ class Planner:
         if lacking is not None and self.config.recompute_if_faster and available.stored > first:
             seconds = self.reads.seconds_to_load(lacking, available.by_tier, state.tier_lookup)
             faster = self.finder.computes_faster(available.stored - first, seconds)
-        not_found = MissReason.ASKED_AT_STEP if self.finder.looks_up_at_step else MissReason.NOT_STORED
         return Limits(
             self.config.min_match_blocks,
             has_news and state.waiting.told is not Told.PUT_OFF and self.tiers.budget.exhausted,
             faster,
-            MissReason.NO_ROOM if state.waiting.ahead is not None else not_found,
+            self._why_not_found(probe, available),
         )
+
+    # Why not
+
+    def _why_so_few(self, state: RequestState, start: int, named: int, loadable: int) -> MissReason:
+        """Why no more than `named` of a request's blocks may be promised, too few for a match from `start` on."""
+        if loadable - start < self.config.min_match_blocks:
+            return MissReason.TOO_SHORT
+        if named == _usable_blocks(loadable, state):
+            return MissReason.FAILED_BEFORE
+        if state.keys is None or state.keys.ended:
+            return MissReason.UNKNOWN_IDENTITY
+        return MissReason.DEADLINE if self.tiers.clock() >= self._deadline(state) else self.finder.why_unknown()
+
+    def _why_not_found(self, probe: _Probe, available: Availability) -> MissReason:
+        """Why no more is promised than memory has: it is not stored only if every place was asked and has no more."""
+        found = max(available.resident, available.stored)
+        if probe.state.waiting.ahead is not None:
+            return MissReason.NO_ROOM
+        if found - probe.start >= self.config.min_match_blocks:
+            return MissReason.DEADLINE if found > available.resident else MissReason.NOT_STORED
+        if self.finder.looks_up_at_step:
+            return MissReason.ASKED_AT_STEP
+        lookup = probe.state.tier_lookup
+        if lookup is not None and (lookup.late or lookup.failed):
+            return MissReason.DEADLINE if lookup.late else MissReason.TIER_DOWN
+        if self.finder.may_be_shared and lookup is None:
+            in_time = self.finder.asks_shared and probe.now < self._deadline(probe.state)
+            return MissReason.RECOMPUTE_FASTER if in_time else MissReason.DEADLINE
+        return MissReason.TOO_SHORT if found > probe.start else self.finder.why_unknown()
+
+    def _why_not_staged(self, probe: _Probe, available: Availability) -> MissReason:
+        """Why what tiers have of a request's blocks was not read."""
+        if self.reads.hang(max(probe.start, available.resident), available.by_tier):
+            return MissReason.TIER_DOWN
+        reason = self.finder.why_unknown()
+        return reason if reason is MissReason.TIER_DOWN else MissReason.NO_ROOM
 
     # What was decided
 
@@ -418,11 +462,3 @@ class Planner:
 def _usable_blocks(loadable: int, state: RequestState) -> int:
     """How many of a request's loadable blocks may be promised, if they all have keys."""
     return loadable if state.invalid_from is None else min(loadable, state.invalid_from)
-
-
-def _why_so_few(state: RequestState, keys: int) -> MissReason:
-    """Why at most `keys` blocks of a request may be promised."""
-    if state.invalid_from == keys:
-        return MissReason.FAILED_BEFORE
-    ended = state.keys is not None and state.keys.ended
-    return MissReason.UNKNOWN_IDENTITY if ended else MissReason.TOO_SHORT

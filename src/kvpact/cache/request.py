@@ -31,6 +31,10 @@ class TierLookup:
     """Whether each holds the blocks of side groups that it was asked for."""
     rounds: int = 0
     """How often the tiers were asked for blocks of side groups."""
+    failed: bool = False
+    """Whether a tier could not answer."""
+    late: bool = False
+    """Whether one did not answer in time."""
 
     @property
     def done(self) -> bool:
@@ -41,6 +45,7 @@ class TierLookup:
         """Stop waiting for missing answers; if they are `late`, the tiers are at fault."""
         for client, op_id in self.pending.items():
             client.give_up(op_id, late=late)
+            self.late |= late
         self.pending.clear()
 
 
