@@ -65,6 +65,8 @@ class MissReason(StrEnum):
     TOO_SHORT = "too_short"
     UNKNOWN_IDENTITY = "unknown_identity"
     DISABLED = "disabled"
+    MUST_COMPUTE = "must_compute"
+    UNALIGNED = "unaligned"
     FAILED_BEFORE = "failed_before"
     NO_ROOM = "no_room"
     DEADLINE = "deadline"
@@ -72,20 +74,26 @@ class MissReason(StrEnum):
     CROWDED = "crowded"
     ASKED_AT_STEP = "asked_at_step"
     OVERDUE = "overdue"
+    TIER_DOWN = "tier_down"
+    NOT_DELIVERED = "not_delivered"
 
 
 MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.NOT_STORED: "the prompt's first block is not held",
-    MissReason.TOO_SHORT: "the prompts have no whole block before their last token, or fewer than `min_match_blocks`",
+    MissReason.TOO_SHORT: "no whole block before the prompts' last token, or fewer than `min_match_blocks`, can match",
     MissReason.UNKNOWN_IDENTITY: "the requests carry something that kvpact cannot name by content and so never stores",
     MissReason.DISABLED: "the cache is switched off; the log says why, at start-up or at the error that did it",
+    MissReason.MUST_COMPUTE: "the requests must compute their prompts: they ask for its log-probabilities, for one",
+    MissReason.UNALIGNED: "the engine itself had part of a block, and a match begins with a whole one of each KV group",
     MissReason.FAILED_BEFORE: "a load failed for the same request, which is not promised again; see damaged_records",
     MissReason.NO_ROOM: "no memory slot was free to stage the blocks in; raise `memory`",
     MissReason.CROWDED: "requests are preempted again and again before they use what was loaded: too few KV blocks",
     MissReason.RECOMPUTE_FASTER: "the engine computes faster than the tier below memory delivers; see prefill_speed",
     MissReason.ASKED_AT_STEP: "shared tiers are asked when the step begins; see step_lookups and step_hits",
     MissReason.OVERDUE: "a copy into the engine's memory did not end by `load_deadline`; nothing is loaded behind it",
-    MissReason.DEADLINE: "the lower tier did not answer in time; it is too slow, or the deadline is too short",
+    MissReason.TIER_DOWN: "a tier that may hold the blocks has failed, is left alone, or is not there; see tier_up",
+    MissReason.NOT_DELIVERED: "a tier said that it holds the blocks, and did not deliver them; see tier_failures",
+    MissReason.DEADLINE: "`prepare_deadline` was over before a tier, or a digest, or the engine's steps came to them",
 }
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -140,7 +148,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("loaded_tokens", "counter", "tokens", "Committed tokens whose keys and values arrived."),
     Metric("failed_tokens", "counter", "tokens", "Committed tokens that did not arrive and were computed."),
     Metric("used_tokens", "counter", "tokens", "Tokens not computed by the engine, each position of a request once."),
-    _by_tier("used_tokens_from", "counter", "tokens", "Used tokens by the tier in which a lookup found their blocks."),
+    _by_tier(
+        "used_tokens_from",
+        "counter",
+        "tokens",
+        "Used tokens by tier, shared out by the bytes that a lookup found in each.",
+    ),
     Metric("used_again_tokens", "counter", "tokens", "Tokens skipped again by the same request, after a preemption."),
     Metric("spared_prefill_seconds", "counter", "seconds", "Seconds of prefill spared, at the speed measured then."),
     Metric("overdue_loads", "counter", "loads", "Loads that had not ended by their deadline, so all was computed."),
@@ -158,7 +171,7 @@ METRICS: tuple[Metric, ...] = (
         "dropped_blocks",
         "counter",
         "blocks",
-        "Blocks computed, not saved: no free slot, a failed copy, a block lost before.",
+        "Blocks computed, not saved: no free slot, a copy that failed or was given up, a block lost before.",
     ),
     _by_tier("evicted_blocks", "counter", "blocks", "Blocks evicted to make room."),
     _by_tier("read_blocks", "counter", "blocks", "Blocks read from the tier, verified."),

@@ -54,9 +54,9 @@ CASES: list[list[tuple[Availability, Lookup, Limits, Decision]]] = [
     [  # was read
         (Availability(6, (6,)), READING, USUAL, Promise(6, MissReason.NOT_STORED)),
         (Availability(7, (6,)), READING, USUAL, Promise(6, MissReason.NOT_STORED)),
-        (Availability(4, (6,)), READING, USUAL, Promise(4, MissReason.NOT_STORED, tiers_done=True)),
-        (Availability(4, (4, 4)), READING, USUAL, Promise(4, MissReason.NOT_STORED, tiers_done=True)),
-        (Availability(2, (6,)), READING, USUAL, Miss(MissReason.NOT_STORED, True, EndReason.TIER_FAILED)),
+        (Availability(4, (6,)), READING, USUAL, Promise(4, MissReason.NOT_DELIVERED, tiers_done=True)),
+        (Availability(4, (4, 4)), READING, USUAL, Promise(4, MissReason.NOT_DELIVERED, tiers_done=True)),
+        (Availability(2, (6,)), READING, USUAL, Miss(MissReason.NOT_DELIVERED, True, EndReason.TIER_FAILED)),
     ],
     [  # too late
         (Availability(4, (8,)), Lookup(Phase.FREE, 2, 8, NOW), USUAL, Promise(4, MissReason.NOT_STORED, True)),

@@ -231,7 +231,6 @@ ELSEWHERE = {
     "refused_counts": "tests/test_metrics.py",
     "damaged_records": "tests/cache/test_shared_cache.py",
     "dropped_writes": "tests/cache/test_shared_cache.py",
-    "skipped_lookups": "tests/cache/test_shared_cache.py",
     "spared_prefill_seconds": "tests/cache/test_tokens_by_tier.py",
 }
 """Counters that take more than a cache and obedient workers, and where they are seen to rise."""

@@ -9,27 +9,29 @@ from typing import Any
 
 import pytest
 
+from group_scenes import BLOCK, GroupScene, asked, full, states, window
 from kvpact.cache.prepare import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.config import KvpactConfig
 from kvpact.contract import WorkerReport
 from kvpact.metrics import METRICS, MISS_HINTS, MissReason, explain_misses, series
+from kvpact.tiers.breaker import FAILURES_IN_A_ROW
 from kvpact.tiers.shared.tier import SharedTier
-from kvpact_testkit.faults import Faults
+from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
-from scenes import NAMESPACE, PAGE, Scene, SceneRequest, failed, tokens
+from scenes import NAMESPACE, PAGE, Scene, SceneBlocks, SceneRequest, failed, tokens
 
 STORED, ASKED = SceneRequest("first", tokens(33)), SceneRequest("asked", tokens(33))
 
 
-def shared_scene(slots: int = 16, **settings: Any) -> Scene:
-    """A cache above a store that works when a step says so, and has what another engine computed."""
+def shared_scene(faults: Faults | None = None, slots: int = 16, **settings: Any) -> Scene:
+    """A cache above a store that works in steps, as `faults` let it, and has what another engine computed."""
     store = DictionaryStore(faults=Faults())
     other = Scene(tiers=[SteppedExecutor(SharedTier(store, NAMESPACE, PAGE), 1 << 30)])
     other.run_cold(STORED)
     advance(other)
     other.close()
-    queue = SteppedExecutor(SharedTier(store, NAMESPACE, PAGE), 1 << 30)
+    queue = SteppedExecutor(FaultyTier(SharedTier(store, NAMESPACE, PAGE), faults or Faults()), 1 << 30)
     return Scene(slots, tiers=[queue], **{"recompute_if_faster": False, **settings})
 
 
@@ -72,6 +74,36 @@ def not_to_load() -> Scene:
     scene = Scene()
     scene.run_cold(STORED)
     return ask(scene, SceneRequest("must compute", tokens(33), may_load=False))
+
+
+def groups_that_are_not_shown() -> Scene:
+    scene = GroupScene((full(), window(3)), (PAGE, PAGE))
+    scene.cache.bind_scheduler_context(SceneBlocks())
+    return ask(scene)
+
+
+def after_half_a_block() -> Scene:
+    """A state stands for 32 tokens; the engine has 16 of them."""
+    scene = GroupScene((full(), states(2 * BLOCK)), (PAGE, PAGE))
+    assert scene.prepare(asked("half", 8), BLOCK).num_tokens == 0
+    return scene
+
+
+def from_a_store_that_is_ill() -> Scene:
+    faults = Faults()
+    scene = shared_scene(faults)
+    faults.arm(Operation.LOOKUP, Fault.ERROR, times=10)
+    for number in range(FAILURES_IN_A_ROW):
+        scene.cache.on_new_request(SceneRequest(f"before {number}", tokens(33, seed=number)))
+        advance(scene)
+        scene.cache.end_step()
+    return ask(scene)
+
+
+def from_a_store_that_breaks_its_word() -> Scene:
+    faults = Faults()
+    faults.arm(Operation.GET, Fault.ERROR, times=10)
+    return ask(shared_scene(faults))
 
 
 def failed_before() -> Scene:
@@ -143,7 +175,11 @@ CAUSES: dict[MissReason, Callable[[], Scene]] = {
     MissReason.NOT_STORED: never_seen,
     MissReason.TOO_SHORT: below_one_block,
     MissReason.UNKNOWN_IDENTITY: not_to_be_named,
-    MissReason.DISABLED: not_to_load,
+    MissReason.DISABLED: groups_that_are_not_shown,
+    MissReason.MUST_COMPUTE: not_to_load,
+    MissReason.UNALIGNED: after_half_a_block,
+    MissReason.TIER_DOWN: from_a_store_that_is_ill,
+    MissReason.NOT_DELIVERED: from_a_store_that_breaks_its_word,
     MissReason.FAILED_BEFORE: failed_before,
     MissReason.NO_ROOM: no_free_slot,
     MissReason.CROWDED: preempted_again_and_again,

@@ -12,6 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvpact.cache.budget import StepBudget
+from kvpact.cache.finder import Finder
 from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.jobs import PactLedger, TransferJobs
@@ -90,7 +91,8 @@ class PactCache(ExternalCache):
         """Used tokens whose prefill is counted as spared."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags, ranks = BlockTags(), arena.num_ranks
-        of_requests, root, ahead = RequestGroups(groups, index, classes), groups.chain_digest, groups.tokens_ahead
+        of_requests = RequestGroups(groups, index, classes, arena.class_bytes)
+        root, ahead = groups.chain_digest, groups.tokens_ahead
         requests = self.requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
         lifetime, anew = config.plan_lifetime, requests.may_wait_anew
         records = requests.records = Records(clock)
@@ -107,7 +109,8 @@ class PactCache(ExternalCache):
         reads.note_became_held = writes.note_became_held
         saves = self.saves = Offloader(config, of_requests, ledger, jobs, tags, writes)
         self._steps = StepLookups(requests, ledger, below, ranks)
-        self._planner = Planner(config, ledger, of_requests, reads, jobs, load_budget, epochs)
+        finder = self._finder = Finder(config, of_requests, reads, epochs)
+        self._planner = Planner(config, ledger, of_requests, finder, jobs, load_budget)
         saves.queue = self._planner.queue
         self._loads = Loads(requests, ledger, of_requests, jobs, saves, load_budget)
         below.open(tiers)
@@ -148,7 +151,7 @@ class PactCache(ExternalCache):
     @property
     def asks_shared(self) -> bool:
         """Whether `prepare_external_match` asks shared tiers."""
-        return self._planner.asks_shared
+        return self._finder.asks_shared
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Hold blocks through `context` while ranks copy them; its free queue says when to save lazily."""
@@ -264,7 +267,7 @@ class PactCache(ExternalCache):
             self.tiers.end_step()
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
-        self._planner.prefill.note_step(max(0, self._computing), now)
+        self._finder.prefill.note_step(max(0, self._computing), now)
         self.saves.order_put_off(now)
         if self.saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
@@ -379,7 +382,7 @@ class PactCache(ExternalCache):
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
-        speed, used = self._planner.prefill.tokens_per_second, self.ledger.totals.used_tokens
+        speed, used = self._finder.prefill.tokens_per_second, self.ledger.totals.used_tokens
         self.metrics.set("prefill_speed", speed)
         if speed:
             self.metrics.add("spared_prefill_seconds", (used - self._valued_tokens) / speed)

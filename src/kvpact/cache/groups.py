@@ -7,20 +7,23 @@ rules, this module applies them to a request's chain.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
 from kvpact.cache.jobs import GroupBlocks, Placed
-from kvpact.cache.prefetch import Needed
+from kvpact.cache.prefetch import Lacking, Needed
 from kvpact.cache.request import RequestState
+from kvpact.cache.totals import Rows, Sources
 from kvpact.contract import BlockHolder, SchedulerContext
 from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, Pin
 from kvpact.index.slot_space import PlainSlots
 from kvpact.memory.arena import Arena
+from kvpact.metrics import MEMORY
 from kvpact.ranges import BlockRange
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,8 @@ class RequestGroups:
     index: BlockIndex
     classes: Sequence[int] = ()
     """Per group the class of its slots; by default all are of one."""
+    class_bytes: Sequence[int] = (1,)
+    """Per class the bytes of a slot."""
     shows_all: bool = field(init=False)
     """Whether the engine shows the blocks of every group."""
     block_size: int = field(init=False)
@@ -94,6 +99,10 @@ class RequestGroups:
     def class_of(self, number: int) -> int:
         """The class of a group's slots."""
         return self.classes[number] if self.classes else 0
+
+    def bytes_of(self, number: int | None) -> int:
+        """Bytes of one block of a group; 0 of a chain that is no group."""
+        return self.class_bytes[self.class_of(number)] if number is not None else 0
 
     # Keys
 
@@ -163,6 +172,26 @@ class RequestGroups:
                     row = self.groups.row_of(number, block)
                     found.append((row, Needed(key, state.keys.keys[row], self.class_of(number))))
         return [needed for _, needed in sorted(found, key=itemgetter(0))]
+
+    def lacking(
+        self, state: RequestState, keys: Sequence[BlockKey], end: int, resident: int, computed_rows: int
+    ) -> Lacking:
+        """What memory lacks of what a match up to row `end` of `keys` needs; it has all for one of `resident` rows."""
+        if not self.groups.sides:
+            return Lacking(resident, end, self.bytes_of(self.groups.chain))
+        hanging = [each for each in self.hanging(state, end, computed_rows) if not self.index.is_held(each.key)]
+        held = end if self.groups.chain is None else self.index.held_prefix(keys, end)
+        return Lacking(held, end, self.bytes_of(self.groups.chain), hanging)
+
+    def sources(
+        self, rows: Rows, runs: Iterable[GroupBlocks], read_from: Mapping[BlockKey, str], num_rows: int
+    ) -> Sources:
+        """Where a match of so many rows has its blocks from; memory has what no tier was to be `read_from` for."""
+        sides = Counter[str]()
+        for run in runs:
+            for key in run.keys if run.group != self.groups.chain else ():
+                sides[read_from.get(key, MEMORY)] += self.bytes_of(run.group)
+        return Sources(rows, self.bytes_of(self.groups.chain), tuple(sides.items()), num_rows)
 
     def lease(
         self, state: RequestState, keys: Sequence[BlockKey], rows: BlockRange

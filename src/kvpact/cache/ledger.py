@@ -16,7 +16,7 @@ from math import inf
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from kvpact.cache.totals import Sources, Totals
+from kvpact.cache.totals import NO_SOURCES, Sources, Totals
 from kvpact.contract import POSTPONED_STEPS
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason
@@ -91,7 +91,7 @@ class Plan(Generic[Lease, Slots]):
     slots: Slots
     renewed_at: float
     renewed_step: int
-    sources: Sources = ()
+    sources: Sources = NO_SOURCES
     deadline: float = inf
     state: State = State.NONE
     promised_tokens: int = 0
@@ -360,7 +360,7 @@ class Ledger(Generic[Lease, Slots]):
         slots: Slots,
         now: float,
         request_finished: bool,
-        sources: Sources = (),
+        sources: Sources = NO_SOURCES,
     ) -> None:
         """Count a match that the workers found and loaded within one step, after that step.
 

@@ -59,7 +59,7 @@ class Limits(NamedTuple):
     computes_faster: bool = False
     """Whether the engine should compute what tiers can supply before it arrives."""
     not_found: MissReason = MissReason.NOT_STORED
-    """The reason of a miss without another one."""
+    """Why no more was found: not stored only if every place was asked."""
 
 
 class Promise(NamedTuple):
@@ -169,9 +169,11 @@ TABLE = (
     ),
     Row(
         "blocks were read; no tier can supply more",
-        "Promise, or Miss `not_stored`",
+        "Promise, or Miss `not_delivered` if too few have arrived",
         attrgetter("read_was_all"),
-        lambda case: case.from_read(MissReason.NOT_STORED, EndReason.TIER_FAILED),
+        lambda case: case.from_read(
+            MissReason.NOT_DELIVERED if case.is_short else case.limits.not_found, EndReason.TIER_FAILED
+        ),
     ),
     Row(
         "the deadline has passed, or nothing may be waited for",

@@ -6,7 +6,7 @@ then. Decides nothing about requests; runs on the scheduler's thread and only su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -16,8 +16,7 @@ from typing import NamedTuple
 from kvpact.cache.jobs import PactLedger, PactPlan
 from kvpact.cache.request import TierLookup
 from kvpact.cache.tier_set import TierSet
-from kvpact.cache.totals import Sources
-from kvpact.cache.waiting import Claim
+from kvpact.cache.totals import Rows
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
@@ -34,6 +33,20 @@ class Needed(NamedTuple):
     slot_class: int
 
 
+class Lacking(NamedTuple):
+    """What memory lacks of what a match needs: the chain's rows [first, end), and blocks of side groups."""
+
+    first: int
+    end: int
+    row_bytes: int
+    """Bytes of a row."""
+    hanging: Sequence[Needed] = ()
+
+    def blocks_after(self, start: int) -> int:
+        """The number of its blocks, where the engine has the rows before `start`."""
+        return max(0, self.end - max(self.first, start)) + len(self.hanging)
+
+
 Has = Callable[[BlockKey], bool]
 
 READ_BYTES = 16 << 20
@@ -46,6 +59,8 @@ class PrefetchOp:
 
     keys: tuple[BlockKey, ...]
     slots: tuple[int, ...] | range
+    sizes: Sequence[int]
+    """Bytes of each."""
     pin: Pin
 
 
@@ -83,6 +98,7 @@ class Prefetcher:
     def _end_lookup(self, client: TierClient, lookup: TierLookup, done: LookupDone, now: float) -> None:
         if done.ok and done.seconds:
             self.tiers.contents[client].note_found(lookup.keys, done.in_a_row, now)
+        lookup.failed |= not done.ok
         if lookup.pending.pop(client, None) is not None:
             lookup.hits[client] = done.in_a_row
 
@@ -121,6 +137,7 @@ class Prefetcher:
     def _end_asking_more(
         self, client: TierClient, lookup: TierLookup, keys: Sequence[BlockKey], done: LookupDone, now: float
     ) -> None:
+        lookup.failed |= not done.ok
         lookup.hanging[client].update(zip(keys, done.each, strict=True))
         self.tiers.contents[client].found.add([*compress(keys, done.each)], now)
         lookup.pending.pop(client, None)
@@ -143,21 +160,31 @@ class Prefetcher:
         return lambda key: contents.without_refuted((key,), 1, now) == 1 and client.has(key, now)
 
     def fetch_hanging(self, missing: Sequence[Needed], lookup: TierLookup | None) -> bool:
-        """Begin to read blocks of side groups; all of them or, without room, none.
-
-        Each comes from the first tier that has it. False if one cannot be read.
-        """
-        now, rest = self.tiers.clock(), [*missing]
-        for client in self.tiers.clients:
-            if not rest or not client.may_read(now):
-                continue
-            has = self._has(client, lookup, now)
-            there = [has(needed.key) for needed in rest]
-            wanted, rest = [*compress(rest, there)], [*compress(rest, map(not_, there))]
+        """Begin to read blocks of side groups; False if one of them cannot be read."""
+        now, there = self.tiers.clock(), 0
+        for client, wanted in self._suppliers(missing, lookup, now):
+            there += len(wanted)
             for slot_class in sorted({needed.slot_class for needed in wanted}):
                 if not self._read_hanging(client, [each for each in wanted if each.slot_class == slot_class], now):
                     return False
-        return not rest
+        return there == len(missing)
+
+    def _suppliers(
+        self, hanging: Sequence[Needed], lookup: TierLookup | None, now: float
+    ) -> Iterator[tuple[TierClient, list[Needed]]]:
+        """The tiers from which blocks of side groups are read, each with its own: the first tier that has one."""
+        rest = [*hanging]
+        for client in self.tiers.clients:
+            if rest and client.may_read(now):
+                has = self._has(client, lookup, now)
+                there = [has(needed.key) for needed in rest]
+                yield client, [*compress(rest, there)]
+                rest = [*compress(rest, map(not_, there))]
+
+    def tiers_of(self, hanging: Sequence[Needed], lookup: TierLookup | None) -> dict[BlockKey, str]:
+        """The names of the tiers from which blocks of side groups are read, by key."""
+        suppliers = self._suppliers(hanging, lookup, self.tiers.clock())
+        return {needed.key: client.name for client, its in suppliers for needed in its}
 
     def _read_hanging(self, client: TierClient, wanted: Sequence[Needed], now: float) -> bool:
         """Begin to read blocks of one class of slots from one tier; False, and nothing happens, if it is impossible."""
@@ -167,31 +194,43 @@ class Prefetcher:
             return False
         return self._read(client, keys, self.index.reserve_sides(keys, rows, slot_class), now, None)
 
-    def sources(self, by_tier: Sequence[int], resident: int, earlier: Sources) -> Sources:
-        """Where a prompt's blocks were found: `resident` in memory, unless `earlier` a tier had them, others below."""
+    def rows_found(self, by_tier: Sequence[int], resident: int, earlier: Rows) -> Rows:
+        """Where a prompt's rows were found: `resident` in memory, unless `earlier` a tier had them, others below."""
         found = [(min(end, resident), tier) for end, tier in earlier] + [(resident, MEMORY)]
         found += [(blocks, client.name) for client, blocks in zip(self.tiers.clients, by_tier, strict=True)]
         return tuple(found)
 
     # Costs
 
-    def seconds_to_load(self, start: int, end: int, by_tier: Sequence[int]) -> float | None:
-        """Expected seconds until blocks [start, end) have arrived; None if unknown."""
+    def _supplier(self, row: int, by_tier: Sequence[int], now: float) -> tuple[TierClient | None, int]:
+        """The tier from which a row of a chain is read, and how many rows it can supply: the first that has it."""
+        supplies = zip(self.tiers.clients, by_tier, strict=True)
+        return next((each for each in supplies if each[1] > row and each[0].may_read(now)), (None, 0))
+
+    def _amounts(
+        self, lacking: Lacking, by_tier: Sequence[int], lookup: TierLookup | None, now: float
+    ) -> Iterator[tuple[TierClient, int]]:
+        """The tiers from which this is read, each with bytes; a tier may come twice."""
+        row, sizes = lacking.first, self.tiers.arena.class_bytes
+        while row < lacking.end:
+            client, readable = self._supplier(row, by_tier, now)
+            if client is None:
+                break
+            stop = min(readable, lacking.end)
+            yield client, (stop - row) * lacking.row_bytes
+            row = stop
+        for client, wanted in self._suppliers(lacking.hanging, lookup, now):
+            yield client, sum(sizes[needed.slot_class] for needed in wanted)
+
+    def seconds_to_load(self, lacking: Lacking, by_tier: Sequence[int], lookup: TierLookup | None) -> float | None:
+        """Expected seconds until this has arrived; None if unknown."""
         seconds, now = 0.0, self.tiers.clock()
-        for client, readable in zip(self.tiers.clients, by_tier, strict=True):
-            blocks = max(0, min(end, readable) - start)
-            if not blocks:
-                continue
-            needed = client.costs.seconds_for(blocks * self.tiers.arena.slot_bytes, now)
+        for client, nbytes in self._amounts(lacking, by_tier, lookup, now):
+            needed = client.costs.seconds_for(nbytes, now) if nbytes else 0.0
             if needed is None:
                 return None
             seconds += needed
-            start += blocks
         return seconds
-
-    def claim(self, start: int, end: int, by_tier: Sequence[int], reach: int) -> Claim:
-        """What a request waits for that wants blocks [start, end), of which those before `reach` have room."""
-        return Claim(end - start, self.seconds_to_load(start, end, by_tier) or 0.0, end - max(start, reach))
 
     def hang(self, start: int, by_tier: Sequence[int]) -> bool:
         """Whether a tier that can supply blocks from `start` on hangs, which may keep its slots for long."""
@@ -207,21 +246,22 @@ class Prefetcher:
     def fetch(
         self,
         keys: Sequence[BlockKey],
-        end: int,
+        lacking: Lacking,
         by_tier: Sequence[int],
         share: Callable[[int], int],
     ) -> int:
-        """Begin to read `keys[:end]` into the arena; returns the block up to which they are there or on their way.
+        """Begin to read the rows of `lacking` into the arena; returns the row up to which they are there or on their
+        way.
 
-        Each block comes from the first tier in the user's order that can supply it, as `readable` says. A block that
-        another request is fetching is not read again. The answer is smaller than `end` if there is no room, of which
-        `share` tells how much these blocks may take.
+        Each row comes from the first tier in the user's order that can supply it, as `readable` says. A row that
+        another request is fetching is not read again. The answer is smaller than the end if there is no room, of which
+        `share` tells how much these rows may take.
         """
-        known, now = min(end, self.index.known_prefix(keys)), self.tiers.clock()
-        read_blocks = max(1, READ_BYTES // self.tiers.arena.slot_bytes)
+        end, now = lacking.end, self.tiers.clock()
+        known = min(end, self.index.known_prefix(keys))
+        read_blocks = max(1, READ_BYTES // lacking.row_bytes)
         while known < end:
-            supplies = zip(self.tiers.clients, by_tier, strict=True)
-            client, readable = next((each for each in supplies if each[1] > known and each[0].may_read(now)), (None, 0))
+            client, readable = self._supplier(known, by_tier, now)
             if client is None:
                 break
             wanted = min(end - known, client.room)
@@ -248,9 +288,11 @@ class Prefetcher:
         if reservation is None:
             return False
         self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
-        op = PrefetchOp(tuple(keys), reservation.slots, self.index.pin(keys[-1]))
+        numbers = [*map(self.index.space.number, reservation.slots)]
+        sizes = self.tiers.arena.bytes_of(numbers)
+        op = PrefetchOp(tuple(keys), reservation.slots, sizes, self.index.pin(keys[-1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
-        views = [self.tiers.arena.slot_views(self.index.space.number(slot)) for slot in op.slots]
+        views = [*map(self.tiers.arena.slot_views, numbers)]
         if not client.submit_get(op_id, op.keys, views, now, before=before):
             self.tiers.withdraw(op_id)
             self.index.abandon(op.slots)
@@ -270,7 +312,7 @@ class Prefetcher:
         contents.found.discard(lost)
         if done.seconds and len(self.tiers.clients) > 1:
             contents.refuted.add(lost, now)
-        self.tiers.count_read(client, sum(done.each))
+        self.tiers.count_read(client, sum(done.each), sum(compress(op.sizes, done.each)))
 
     def _may_yield(self, plan: PactPlan) -> bool:
         """Whether the end of a plan for which blocks are read leaves room: all have arrived."""

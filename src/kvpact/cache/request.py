@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvpact.cache.counted_lookups import CountedLookups
 from kvpact.cache.records import Records, RequestRecord
 from kvpact.cache.waiting import Event, Told, Waiting
 from kvpact.contract import EngineRequest
@@ -30,6 +31,10 @@ class TierLookup:
     """Whether each holds the blocks of side groups that it was asked for."""
     rounds: int = 0
     """How often the tiers were asked for blocks of side groups."""
+    failed: bool = False
+    """Whether a tier could not answer."""
+    late: bool = False
+    """Whether one did not answer in time."""
 
     @property
     def done(self) -> bool:
@@ -40,6 +45,7 @@ class TierLookup:
         """Stop waiting for missing answers; if they are `late`, the tiers are at fault."""
         for client, op_id in self.pending.items():
             client.give_up(op_id, late=late)
+            self.late |= late
         self.pending.clear()
 
 
@@ -64,12 +70,8 @@ class RequestState:
     """The first block that failed to load: neither it nor later ones are promised to this request again (H09)."""
     waiting: Waiting = field(default_factory=Waiting)
     """What it was told, and how long it may be told "ask again later"."""
-    last_lookup: int = -1
-    """First block of the last counted lookup; a blocked request that asks in each step is counted once (H02)."""
-    found: bool | None = None
-    """Whether that lookup promised anything; None while it waits for a tier."""
-    spared_at: int = -1
-    """First block of the last probe at which the engine had all that could be loaded."""
+    lookups: CountedLookups = field(default_factory=CountedLookups)
+    """Which of its lookups are counted."""
     tier_lookup: TierLookup | None = None
     """The request's only question to the shared tiers."""
     computed: int = 0
@@ -82,8 +84,8 @@ class RequestState:
     """Loads since then, each ended by a preemption."""
     side_keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
     """(side group, block) -> the block's key, as far as it was asked for."""
-    staged: tuple[BlockKey, ...] = ()
-    """The keys of the side groups' blocks that are read for the request's plan."""
+    staged: dict[BlockKey, str] = field(default_factory=dict)
+    """The side groups' blocks that are read for the request's plan, each with the tier that has it."""
     branches: tuple[int, ...] = ()
     """Rows at which another request may go on from what this one computes: where the engine's own blocks end, and where
     the stored chain does. What the side groups lack there is saved."""

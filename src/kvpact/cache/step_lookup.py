@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvpact.cache.jobs import PactLedger
 from kvpact.cache.request import Requests
 from kvpact.cache.tier_set import TierSet
+from kvpact.cache.totals import Sources
 from kvpact.contract import LoadSettlement, SaveJob, StepLookup, StoreRead, WorkerReport, load_id
 from kvpact.identity.keys import BlockKey
 from kvpact.ranges import BlockRange, RangeSet
@@ -107,7 +108,7 @@ class StepLookups:
             slots=(),
             now=now,
             request_finished=job.request_id not in self.requests.live,
-            sources=tuple(sorted(task.sources)),
+            sources=Sources(tuple(sorted(task.sources))),
         )
         self.tiers.metrics.add("step_hits")
         return LoadSettlement(job.request_id, RangeSet.of(blocks), RangeSet(), asynchronous=False, skipped_tokens=used)

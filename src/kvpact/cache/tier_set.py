@@ -192,14 +192,14 @@ class TierSet:
         """A worker has read blocks from the tier at this position: count them, and do not write them again."""
         client = self.clients[tier]
         self.contents[client].found.add(keys, self.clock())
-        self.count_read(client, len(keys))
+        self.count_read(client, len(keys), len(keys) * self.arena.slot_bytes)  # of the model's only KV cache group
 
     # Telling
 
-    def count_read(self, client: TierClient, blocks: int) -> None:
-        """Count `blocks` blocks read from a tier."""
+    def count_read(self, client: TierClient, blocks: int, nbytes: int) -> None:
+        """Count `blocks` blocks of `nbytes` bytes in all, read from a tier."""
         self.metrics.add("read_blocks", blocks, client.name)
-        self.metrics.add("read_bytes", blocks * self.arena.slot_bytes, client.name)
+        self.metrics.add("read_bytes", nbytes, client.name)
 
     def observe(self) -> None:
         """Update the tiers' gauges and totals."""

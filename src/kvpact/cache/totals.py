@@ -6,28 +6,67 @@ Owns the counts; the ledger adds to them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from kvpact.errors import PactViolation
 from kvpact.metrics import MEMORY, EndReason
 from kvpact.ranges import BlockRange, RangeSet
 
-Sources: TypeAlias = tuple[tuple[int, str], ...]
-"""Where a prompt's blocks were found: tiers, each with the end of the blocks that it has and none before it has."""
+Rows: TypeAlias = tuple[tuple[int, str], ...]
+"""Where a prompt's rows were found: tiers, each with the end of the rows that it has and none before it has."""
+
+
+class Sources(NamedTuple):
+    """Where what a match needs was found, and how many bytes there: rows of its chain, and blocks of side groups."""
+
+    rows: Rows = ()
+    """Memory has the rows of which nothing is said."""
+    row_bytes: int = 1
+    """Bytes of a row."""
+    sides: tuple[tuple[str, int], ...] = ()
+    """Tiers, each with its bytes of side groups' blocks."""
+    num_rows: int = 1
+    """Rows of the match, for all of which those blocks stand alike."""
+
+
+NO_SOURCES: Final = Sources()
+"""All was found in memory."""
 
 
 def found_in(positions: BlockRange, sources: Sources, block_size: int) -> Iterator[tuple[str, int]]:
-    """The tiers that had these tokens of a prompt, in its order, each with their number; memory where nothing is said.
+    """The tiers that had these tokens of a prompt, in its order, each with their number: as the bytes that each had.
 
     `positions` counts tokens, not blocks.
     """
-    at = positions.start
-    for end, tier in (*sources, (positions.end, MEMORY)):
+    at, tiers, amounts = positions.start, list[str](), list[int]()
+    for end, tier in (*sources.rows, (positions.end, MEMORY)):
         if (upto := min(positions.end, end * block_size)) > at:
-            yield tier, upto - at
+            tiers.append(tier)
+            amounts.append((upto - at) * sources.row_bytes * sources.num_rows)
             at = upto
+    for tier, nbytes in sources.sides:
+        tiers.append(tier)
+        amounts.append(positions.count * nbytes)
+    for tier, tokens in zip(tiers, shares_of(positions.count, amounts), strict=True):
+        if tokens:
+            yield tier, tokens
+
+
+def shares_of(whole: int, amounts: Sequence[int]) -> list[int]:
+    """Share `whole` things out as `amounts` are to one another; the last ones go to who lacks the largest part of one.
+
+    The first gets all if every amount is 0.
+    """
+    total = sum(amounts)
+    if not total:
+        return [whole if not at else 0 for at in range(len(amounts))]
+    shares = [whole * amount // total for amount in amounts]
+    nearest = sorted(range(len(amounts)), key=lambda at: -(whole * amounts[at] % total))
+    for at in nearest[: whole - sum(shares)]:
+        shares[at] += 1
+    return shares
 
 
 @dataclass(slots=True)

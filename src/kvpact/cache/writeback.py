@@ -50,6 +50,8 @@ class WriteBackOp:
     """Blocks of `epoch` on their way to a tier; `pins` keep them and what they need."""
 
     keys: tuple[BlockKey, ...]
+    sizes: Sequence[int]
+    """Bytes of each."""
     pins: tuple[Pin, ...]
     epoch: Epoch
 
@@ -276,13 +278,13 @@ class WriteBack:
         for start in range(0, len(keys), write_blocks):
             piece = tuple(keys[start : start + write_blocks])
             pins = tuple(map(self.index.pin, piece[-1:] if before is not None else piece))
-            op = WriteBackOp(piece, pins, epoch)
+            slots = [number(slot) for slot in self.index.slots_of(piece)]
+            op = WriteBackOp(piece, self.tiers.arena.bytes_of(slots), pins, epoch)
             op_id = self.tiers.begin(partial(self._end_write, client, op))
             self.tiers.contents[client].being_written.update(piece)
-            buffers = [self.tiers.arena.slot_views(number(slot)) for slot in self.index.slots_of(piece)]
-            nbytes = len(buffers) * self.tiers.arena.slot_bytes
+            buffers = [*map(self.tiers.arena.slot_views, slots)]
             ahead = [*before, *keys[:start]] if before is not None and start else before
-            if not client.submit_put(op_id, piece, buffers, nbytes, epoch, before=ahead):
+            if not client.submit_put(op_id, piece, buffers, sum(op.sizes), epoch, before=ahead):
                 self.tiers.withdraw(op_id)
                 self._let_go(client, op)
                 self.tiers.metrics.add("dropped_writes", len(keys) - start, client.name)
@@ -301,7 +303,7 @@ class WriteBack:
                 contents.unshareable.add(stored)
         contents.refuted.discard(stored)
         self.tiers.metrics.add("written_blocks", len(stored), client.name)
-        self.tiers.metrics.add("written_bytes", len(stored) * self.tiers.arena.slot_bytes, client.name)
+        self.tiers.metrics.add("written_bytes", sum(compress(op.sizes, done.each)), client.name)
         self.tiers.metrics.add("dropped_writes", len(lost), client.name)
 
     def _let_go(self, client: TierClient, op: WriteBackOp) -> None:

@@ -406,6 +406,12 @@ class Arena:
             return PlainSlots(*rows)
         return ClassedSlots(self.places + ((0,) if rows_without_payload else ()), *rows)
 
+    def bytes_of(self, slots: Sequence[int]) -> list[int]:
+        """Bytes of each of these slots, over all ranks."""
+        if len(self.class_bytes) == 1:
+            return [self.slot_bytes] * len(slots)
+        return [self.class_bytes[slot >> CLASS_SHIFT] for slot in slots]
+
     def slot_views(self, slot: int) -> list[memoryview]:
         """One writable, page-aligned view per rank; their concatenation is the slot's payload."""
         return [segment.slot_view(slot) for segment in self.segments]

@@ -1,0 +1,50 @@
+"""What of one request's lookups was counted, and what its record says of the last one.
+
+Owns which lookup of the request was counted last. A blocked request that asks in each step is counted once (H02).
+"""
+
+from __future__ import annotations
+
+from kvpact.cache.records import RequestRecord
+from kvpact.metrics import Metrics, MissReason
+
+
+class CountedLookups:
+    """One request's lookups. A new one costs no call of Python."""
+
+    start = -1
+    """First block of the last counted lookup; -1 before there is one."""
+    found: bool | None = None
+    """Whether that promised anything; None while it waits for a tier."""
+    spared_at = -1
+    """First block of the last probe at which the engine had all that could be loaded."""
+
+    def note(self, start: int, metrics: Metrics, record: RequestRecord) -> None:
+        """A lookup from block `start` on is under way."""
+        if self.start != start:
+            metrics.add("lookups")
+            self.found = None
+        self.start = record.looked_up_from = start
+
+    def note_result(self, start: int, miss: MissReason | None, metrics: Metrics, record: RequestRecord) -> None:
+        """A lookup from block `start` on promises tokens, or nothing because of `miss`; a repeated one counts no more.
+
+        One with another result does: a blocked request may miss first, and find later what others have saved.
+        """
+        found = miss is None
+        if self.start == start and self.found is not None and found != self.found:
+            self.start = -1
+        self.note(start, metrics, record)
+        record.miss = miss
+        if self.found is None:
+            self.found = found
+            if miss is None:
+                metrics.add("hits")
+            else:
+                metrics.add("misses", label=miss)
+
+    def note_spared(self, start: int, metrics: Metrics) -> None:
+        """The engine has all that could be loaded: counts as neither a lookup nor a miss."""
+        if self.spared_at != start:
+            metrics.add("spared_lookups")
+        self.spared_at = start
