@@ -299,6 +299,11 @@ class Quota:
         status, clock = files.status(path), files.status(self.clock.path)  # both times are the file server's
         return status is not None and clock is not None and clock.st_ctime - status.st_ctime > ABANDONED_SECONDS
 
+    def lost(self) -> str:
+        """Why nothing can be written any more, whatever room there is; "" if nothing is missing."""
+        gone = next((folder for folder in (self._temporaries, self._counters) if not folder.exists()), None)
+        return f"the folder {gone.relative_to(self._root)} was removed" if gone else ""
+
     def close(self) -> None:
         """Remove this writer's counter, unless the ledger still needs it."""
         with self._lock:

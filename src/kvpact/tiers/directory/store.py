@@ -217,6 +217,9 @@ class DirectoryStore(RecordStore):
                 return StoreUsage(0, capacity)
             return StoreUsage(min(self.quota.used_bytes(), capacity), capacity)
 
+    def lost(self) -> str:
+        return self._folder.lost() or self.quota.lost()
+
     def close(self) -> None:
         with suppress(OSError):
             self.quota.close()

@@ -35,7 +35,7 @@ import xxhash
 
 from kvpact.errors import DataError, TierError
 from kvpact.identity.keys import Namespace
-from kvpact.own_files import PRIVATE, Access, replace_own, sync_folder
+from kvpact.own_files import PRIVATE, Access, lost_from, replace_own, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
 from kvpact.tiers.disk.file_lock import lock_file
 from kvpact.tiers.record import RUN_BYTES, bytes_of
@@ -228,6 +228,10 @@ class SlabReader:
         """Whether `close` was called."""
         return self._buffered < 0
 
+    def lost(self) -> str:
+        """Why the open file is not what its path names now; "" if it is. Raises OSError."""
+        return lost_from(self.path, self._buffered)
+
     def status(self) -> os.stat_result:
         """Return the status of the open file, which may have lost its name."""
         return os.fstat(self._buffered)
@@ -335,6 +339,13 @@ class Slab(SlabReader):
             os.close(descriptor)
             unfinished.unlink(missing_ok=True)
             raise
+
+    def close(self) -> None:
+        """See `SlabReader`. A file that has lost its name gives its bytes back, although others have it open."""
+        with suppress(OSError):
+            if not self.closed and not self.status().st_nlink:
+                os.ftruncate(self._buffered, 0)
+        super().close()
 
     def taken_bytes(self) -> int:
         """What the file takes of its directory's capacity: less than its size, if it has holes."""

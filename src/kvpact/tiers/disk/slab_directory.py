@@ -114,6 +114,8 @@ class SlabDirectory:
         self.path = named / OWN_FOLDER
         self.capacity_bytes = capacity_bytes
         self.access = access
+        self.folder: OwnFolder | None = None
+        """The folder, held open by an engine that uses it."""
         self._newcomer: _Newcomer | None = None
         self._opened_at = time.monotonic()
         self._seen_in_use: dict[Path, float] = {}
@@ -126,7 +128,7 @@ class SlabDirectory:
             TierError: with the reason.
         """
         try:
-            OwnFolder.make(named, access).close()
+            folder = OwnFolder.make(named, access)
         except NotOurs as error:
             raise TierError(f"disk tier: {error}") from None
         if any(named.glob(f"*{SLAB_SUFFIX}")):
@@ -135,6 +137,7 @@ class SlabDirectory:
                 "remove them (slabs are in %s now)", named, named / OWN_FOLDER,
             )  # fmt: skip
         directory = cls(named, capacity_bytes, access)
+        directory.folder = folder
         held = (512 * path.stat().st_blocks for path in directory.slab_paths())
         warn_if_scarce(logger, "disk tier", directory.path, capacity_bytes, held)
         return directory

@@ -87,7 +87,8 @@ class Bucket:
         self.place = place
         self.timeout = timeout
         self.concurrency = concurrency
-        self._folder = folder
+        self.folder = folder
+        """The folder of objects that are files; None in a bucket."""
         self._clock: SharedClock | None = None
         self._has_links = True
         self._pool = DaemonPool("kvpact-objects", concurrency)
@@ -117,7 +118,7 @@ class Bucket:
 
         Raises ObjectChanged if it is there in another `version`.
         """
-        if self._folder is not None and (self._folder.path / name).is_fifo():  # planted: its opening would never end
+        if self.folder is not None and (self.folder.path / name).is_fifo():  # planted: its opening would never end
             return None
         options: dict[str, object] = {}
         if start or end is not None:
@@ -141,19 +142,19 @@ class Bucket:
         """Store a new object, or replace the version `replaced`; None if another one is there."""
         mode: str | PackVersion = "create"
         if replaced is not None:
-            mode = replaced if replaced and self._folder is None else "overwrite"
+            mode = replaced if replaced and self.folder is None else "overwrite"
         try:
-            if self._folder is not None:
-                path = self._folder.path / name
-                self._folder.access.make_parents(path, self._folder.path)
+            if self.folder is not None:
+                path = self.folder.path / name
+                self.folder.access.make_parents(path, self.folder.path)
                 if mode == "create" and not self._has_links:
                     if path.exists():
                         return None
                     mode = "overwrite"  # of two writers at once the last one wins
             result = self._api.put(self.client, name, data, mode=mode, use_multipart=False)
-            if self._folder is not None:
+            if self.folder is not None:
                 with suppress(FileNotFoundError):  # removed since
-                    self._folder.access.settle(path, self._folder.access.file_mode)
+                    self.folder.access.settle(path, self.folder.access.file_mode)
                 self.note_used([name])
             return _version(result)
         except (self._changed, self._exists):
@@ -227,7 +228,7 @@ class Bucket:
     def _told(self, error: Exception) -> StoreError:
         """The StoreError for an error of the client; it takes only words from it that cannot be a secret."""
         text = str(error)
-        if self._folder is not None and (told := re.search(r"(?:os error|Errno) (\d+)", text)):
+        if self.folder is not None and (told := re.search(r"(?:os error|Errno) (\d+)", text)):
             kind = StoreFull if int(told[1]) in FULL else StoreError
             return kind(f"{self.place}: {os.strerror(int(told[1]))}")
         status = re.search(r"status code: (\d{3})", text)

@@ -359,6 +359,9 @@ class ObjectStore(RecordStore):
         """Unknown: a bucket has no bound, and its used bytes need a listing."""
         return StoreUsage()
 
+    def lost(self) -> str:
+        return self.bucket.folder.lost() if self.bucket.folder is not None else ""
+
     def close(self) -> None:
         self.bucket.close()
 
