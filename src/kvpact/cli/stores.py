@@ -112,16 +112,21 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
     with busy(f"reading {url}"), opened_as_it_is(url) as store:
         groups = summarize(store)
         usage = store.usage()
+        unfinished = store.unfinished().used_bytes
     if as_json:
         print_json(
             {
                 "place": str(url),
                 "namespaces": [asdict(group) | {"sealed": group.sealed} for group in groups],
                 "usage": asdict(usage),
+                "unfinished_bytes": unfinished,
             }
         )
         return
     output = console()
+    if unfinished:
+        what = "files that are being written, or that killed engines left; engines remove those after an hour"
+        output.print(f"{format_size(unfinished)} in {what}")
     if not groups:
         output.print(f"nothing of kvpact's in {url}")
         return

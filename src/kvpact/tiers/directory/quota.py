@@ -41,9 +41,6 @@ TOUCH_SHARE: Final = 8
 EVICTOR_TIMEOUT_SECONDS: Final = 2.0
 """A write waits this many seconds for another writer's evictor, then it is dropped."""
 
-ABANDONED_SECONDS: Final = 3600.0
-"""A file that a writer on another host has not changed for this long counts as left by a dead writer."""
-
 _COUNTER: Final = struct.Struct("<QQ")
 _MAX_SNAPSHOT: Final = 4 << 20
 """Bytes of a snapshot with 40,000 writers; a larger file is not read."""
@@ -280,8 +277,12 @@ class Quota:
                     held += taken(status)
                     while heap and held - heap[0][2] >= nbytes:
                         held -= heapq.heappop(heap)[2]
-        unfinished = map(files.status, map(self._temporaries.joinpath, os.listdir(self._temporaries)))
-        return used + sum(taken(found) for found in unfinished if found), sorted(heap, reverse=True)
+        return used + sum(self.unfinished()), sorted(heap, reverse=True)
+
+    def unfinished(self) -> list[int]:
+        """Bytes that each record takes that is being written, or whose writer died meanwhile."""
+        found = map(files.status, map(self._temporaries.joinpath, os.listdir(self._temporaries)))
+        return [taken(status) for status in found if status]
 
     def _write_snapshot(self, found: UsageSnapshot) -> None:
         content = msgspec.json.encode(found)
@@ -296,8 +297,8 @@ class Quota:
         if died_here(path.name):
             return True
         # Also for a writer on this host: a new process may have the pid of a dead one.
-        status, clock = files.status(path), files.status(self.clock.path)  # both times are the file server's
-        return status is not None and clock is not None and clock.st_ctime - status.st_ctime > ABANDONED_SECONDS
+        status = files.status(path)
+        return status is not None and self.clock.is_abandoned(status)
 
     def lost(self) -> str:
         """Why nothing can be written any more, whatever room there is; "" if nothing is missing."""

@@ -217,6 +217,11 @@ class DirectoryStore(RecordStore):
                 return StoreUsage(0, capacity)
             return StoreUsage(min(self.quota.used_bytes(), capacity), capacity)
 
+    def unfinished(self) -> StoreUsage:
+        with suppress(OSError):
+            return StoreUsage(sum(self.quota.unfinished()))
+        return StoreUsage()
+
     def lost(self) -> str:
         return self._folder.lost() or self.quota.lost()
 

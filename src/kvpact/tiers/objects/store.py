@@ -213,6 +213,7 @@ class ObjectStore(RecordStore):
     # Writing
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        self.bucket.tidy()
         wanted = dict(zip(names, records, strict=True))
         packs = {name: encode_pack({name: record}) for name, record in wanted.items()}
         stored = self.bucket.each(lambda name: self._create(name, packs[name]), list(packs))
@@ -221,6 +222,7 @@ class ObjectStore(RecordStore):
 
     def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         """See `SupportsPacks`."""
+        self.bucket.tidy()
         waiting = dict(zip(names, records, strict=True))
         while waiting:
             [stored] = self.bucket.each(partial(self._create, data=encode_pack(waiting)), [next(iter(waiting))])
@@ -346,18 +348,24 @@ class ObjectStore(RecordStore):
 
     def make_room(self, nbytes: int) -> int:
         """See `RecordStore`. Of objects that are files; in a bucket its lifecycle rules make room."""
-        files = self.bucket.by_use()
-        left, freed = nbytes + sum(size for _, size, _ in files) // SLACK_SHARE, 0
+        gone = self.bucket.remove_abandoned()
+        unfinished = sum(size for size, _ in self.bucket.unfinished())
+        files, evicted = self.bucket.by_use(), 0
+        left = nbytes - sum(gone) + (unfinished + sum(size for _, size, _ in files)) // SLACK_SHARE
         for _, size, name in files:
             if left > 0 and key_of(name):
                 self.bucket.delete(name)
-                left, freed = left - size, freed + 1
-        self.evicted += freed
-        return freed
+                left -= size
+                evicted += 1
+        self.evicted += evicted
+        return evicted + len(gone)
 
     def usage(self) -> StoreUsage:
         """Unknown: a bucket has no bound, and its used bytes need a listing."""
         return StoreUsage()
+
+    def unfinished(self) -> StoreUsage:
+        return StoreUsage(sum(size for size, _ in self.bucket.unfinished()))
 
     def lost(self) -> str:
         return self.bucket.folder.lost() if self.bucket.folder is not None else ""

@@ -134,6 +134,10 @@ class RecordStore(ABC):
         """How full it is; by default unknown."""
         return StoreUsage()
 
+    def unfinished(self) -> StoreUsage:
+        """Bytes of files that are being written, or that killed writers left and no engine has removed yet."""
+        return StoreUsage()
+
     def lost(self) -> str:
         """See `Tier`: by default nothing that is open can be taken away."""
         return ""
