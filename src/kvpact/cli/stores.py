@@ -182,8 +182,15 @@ def _collect(place: TierURL | Path, namespace: str | None, before: float | None,
     if isinstance(place, Path):
         with _locked_slabs(place) as slabs:
             doomed = _doomed(slabs, namespace, before, place)
+            failed = list[OSError]()
             for slab in () if dry_run else doomed:
-                slab.unlink(missing_ok=True)
+                try:
+                    slab.unlink(missing_ok=True)
+                except OSError as error:  # the others go all the same
+                    failed.append(error)
+            if failed:
+                what = f"{len(failed)} of {len(doomed)} slabs, such as {failed[0].filename}"
+                raise TierError(f"cannot remove {what}: {failed[0].strerror}; the others are removed")
             return len(doomed)
     with (opened_as_it_is if dry_run else opened_for_removal)(place) as store:
         group = "" if namespace is None else _group_in(store, namespace, place)
