@@ -43,6 +43,7 @@ UNABLE: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 """What a file system answers that has no modes, links or times, about a file of this user."""
 
 _SHARED_BITS: Final = 0o2070
+_ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 class NotOurs(TierError):
@@ -135,6 +136,7 @@ class OwnFolder:
         self.held = path if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
         """The path to use, valid in this process only."""
         self.access = access
+        self._descriptor = descriptor
         self._release = weakref.finalize(self, os.close, descriptor) if descriptor is not None else None
 
     @classmethod
@@ -194,6 +196,10 @@ class OwnFolder:
         found = os.fstat(descriptor)
         return cls(path, descriptor, Access(found.st_gid if found.st_mode & _SHARED_BITS == _SHARED_BITS else None))
 
+    def lost(self) -> str:
+        """Why `path` is another folder than this one now; "" if it is this one. Waits for the file system."""
+        return "" if self._descriptor is None else lost_from(self.path, self._descriptor)
+
     def close(self) -> None:
         """Close the folder: `held` is invalid afterwards. Idempotent; also done when the last reference is dropped."""
         if self._release is not None:
@@ -218,6 +224,22 @@ def open_own(path: Path, flags: int, mode: int = 0) -> int:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.ENXIO, "Not a regular file", str(path))
         return os.dup(descriptor)
+
+
+def lost_from(path: Path, descriptor: int) -> str:
+    """Why an open file or folder is not what `path` names now; "" if it is, or nobody can say. Waits for I/O.
+
+    While it is open no other gets its inode's number. Raises OSError for the descriptor alone.
+    """
+    held = os.fstat(descriptor)
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        return f"{path} was removed" if error.errno in _ABSENT else ""
+    if stat.S_ISREG(held.st_mode) and not held.st_nlink:
+        return f"{path} was removed"
+    is_same = (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+    return "" if is_same else f"{path} was replaced, or something else was mounted there"
 
 
 @contextmanager

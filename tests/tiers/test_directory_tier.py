@@ -23,6 +23,7 @@ from chain_calls import put_chain, put_document, served_of_document
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.own_files import OWN_FOLDER
+from kvpact.tiers import use_clock
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Entry, RecordHeader, Tier
 from kvpact.tiers.directory import evictor_lock, files, quota
 from kvpact.tiers.directory.evictor_lock import host
@@ -407,7 +408,7 @@ def test_what_a_writer_on_another_host_left_is_removed_after_an_hour(
     left.write_bytes(b"half a rec")
     open_tier(tmp_path).close()
     assert left.exists()
-    monkeypatch.setattr(quota, "ABANDONED_SECONDS", 0.0)
+    monkeypatch.setattr(use_clock, "ABANDONED_SECONDS", 0.0)
     time.sleep(0.05)
     open_tier(tmp_path).close()
     assert not left.exists()

@@ -77,6 +77,32 @@ def test_h97_what_is_not_there_at_the_start_is_used_when_it_is(
         assert_right(again, prompt, 6)
 
 
+@pytest.mark.parametrize("late", ["disk", "dir", "file"], indirect=True)
+def test_h122_what_is_removed_under_an_engine_costs_what_was_there_and_is_used_again(
+    start: Callable[..., PlayedEngine], late: Late, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also what memory holds is stored again; and while it cannot be opened, the metrics and the log say so."""
+    monkeypatch.setattr(awaited, "LOOK_SECONDS", 0.01, raising=False)
+    late.come()
+    engine = start(late.url, memory="8MiB")
+    assert_right(engine, PROMPTS[0], 0)
+    flush(engine)
+    late.mount.rename(late.mount.with_name("away"))
+    step_until(engine, lambda: engine.counts[f'open_breakers{{tier="{late.label}"}}'] == 1)
+    step_until(engine, lambda: "serving without the tier" in caplog.text)
+    assert caplog.text.count(f"{late.mount} does not exist; create it") == 1
+    late.come()
+    step_until(engine, lambda: engine.counts[f'written_blocks{{tier="{late.label}"}}'] == 12)
+    assert_right(engine, PROMPTS[1], 0)
+    flush(engine)
+    assert engine.counts[f'open_breakers{{tier="{late.label}"}}'] == 0
+    engine.close()
+
+    again = start(late.url)
+    for prompt in PROMPTS:
+        assert_right(again, prompt, 6)
+
+
 def opening() -> list[str]:
     """The threads that still try to open a tier."""
     return [thread.name for thread in threading.enumerate() if thread.name == "kvpact-open-tier"]

@@ -121,8 +121,8 @@ class PactCache(ExternalCache):
         self._begin_backlog()
 
     def use_awaited_tiers(self) -> None:
-        """Use those that are there since the last call."""
-        if any(client.use_if_there() for client in self.tiers.clients):
+        """Use those that are there since the last call, and none that is lost."""
+        if self.tiers.use_what_is_there():
             self._begin_backlog()
 
     def _begin_backlog(self) -> None:

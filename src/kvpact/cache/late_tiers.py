@@ -164,7 +164,7 @@ class LateTiers:
                 f'"require_tiers": true, and {missing.url} cannot be used: {missing.reason}; mend that, or leave '
                 f'"require_tiers" out, and the engine serves without the tier until it can be used'
             )
-        tiers = {number: tier.there or tier for number, tier in enumerate(opened) if not tier.is_given_up}
+        tiers = {number: tier for number, tier in enumerate(opened) if not tier.is_given_up}
         urls = [self._config.tiers[number] for number in tiers]
         if planted := ", ".join(str(url) for url in urls if may_be_planted(url, self._seal)):
             logger.warning("kvpact: whoever can write to %s can plant KV there: no seal; see %s", planted, SECURITY)

@@ -39,15 +39,20 @@ class TierContents:
     """What is known of one tier's blocks; at most `most` of each kind."""
 
     def __init__(self, most: int) -> None:
-        self.found = LRUKeySet(most)
-        """What a shared tier was found to hold, and when. If it has evicted that since, the next lookup says so."""
-        self.refuted = LRUKeySet(most)
-        """What the tier claimed to hold and did not deliver; see `REFUTED_SECONDS`."""
-        self.offered_again = LRUKeySet(most)
-        """Last keys of chains that were offered to the tier once more; see `WriteBack.note_used`."""
+        self._most = most
+        self.being_written: set[BlockKey] = set()
         self.unshareable = LRUKeySet(most)
         """What was written to a shared tier under a drawn epoch; deleted when the engine ends."""
-        self.being_written: set[BlockKey] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """The tier is another one now: nothing is known of what it holds."""
+        self.found = LRUKeySet(self._most)
+        """What a shared tier was found to hold, and when. If it has evicted that since, the next lookup says so."""
+        self.refuted = LRUKeySet(self._most)
+        """What the tier claimed to hold and did not deliver; see `REFUTED_SECONDS`."""
+        self.offered_again = LRUKeySet(self._most)
+        """Last keys of chains that were offered to the tier once more; see `WriteBack.note_used`."""
 
     def note_found(self, keys: Sequence[BlockKey], held: int, now: float) -> None:
         """The tier holds the first `held` of `keys`, and not the others."""
@@ -112,6 +117,16 @@ class TierSet:
             if client.shared:
                 self.shared.append(client)
             self.contents[client] = TierContents(self.most_known)
+
+    def use_what_is_there(self) -> bool:
+        """Use each awaited tier that is there now, and none that is lost, of which nothing is known any more.
+
+        Returns whether one came.
+        """
+        changed = [client for client in self.clients if client.use_what_is_there()]
+        for client in changed:
+            self.contents[client].forget()
+        return not all(client.is_awaited for client in changed)
 
     def may_share(self, epoch: Epoch) -> bool:
         """Whether shared tiers may hold blocks of this epoch: of a drawn one only if that is configured."""

@@ -112,16 +112,21 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
     with busy(f"reading {url}"), opened_as_it_is(url) as store:
         groups = summarize(store)
         usage = store.usage()
+        unfinished = store.unfinished().used_bytes
     if as_json:
         print_json(
             {
                 "place": str(url),
                 "namespaces": [asdict(group) | {"sealed": group.sealed} for group in groups],
                 "usage": asdict(usage),
+                "unfinished_bytes": unfinished,
             }
         )
         return
     output = console()
+    if unfinished:
+        what = "files that are being written, or that killed engines left; engines remove those after an hour"
+        output.print(f"{format_size(unfinished)} in {what}")
     if not groups:
         output.print(f"nothing of kvpact's in {url}")
         return
@@ -177,8 +182,15 @@ def _collect(place: TierURL | Path, namespace: str | None, before: float | None,
     if isinstance(place, Path):
         with _locked_slabs(place) as slabs:
             doomed = _doomed(slabs, namespace, before, place)
+            failed = list[OSError]()
             for slab in () if dry_run else doomed:
-                slab.unlink(missing_ok=True)
+                try:
+                    slab.unlink(missing_ok=True)
+                except OSError as error:  # the others go all the same
+                    failed.append(error)
+            if failed:
+                what = f"{len(failed)} of {len(doomed)} slabs, such as {failed[0].filename}"
+                raise TierError(f"cannot remove {what}: {failed[0].strerror}; the others are removed")
             return len(doomed)
     with (opened_as_it_is if dry_run else opened_for_removal)(place) as store:
         group = "" if namespace is None else _group_in(store, namespace, place)

@@ -33,13 +33,7 @@ class Accounts:
     def count(self, *, damaged: int = 0, dropped_writes: int = 0, evicted: int = 0, failed_reads: int = 0) -> None:
         """Add to the counts."""
         with self._lock:
-            so_far = self.counts
-            self.counts = TierCounts(
-                so_far.damaged + damaged,
-                so_far.dropped_writes + dropped_writes,
-                so_far.evicted + evicted,
-                so_far.failed_reads + failed_reads,
-            )
+            self.counts += TierCounts(damaged, dropped_writes, evicted, failed_reads)
 
     def warn_once(self, kind: str, message: str) -> None:
         """Log an event that leaves the tier healthy."""

@@ -1,14 +1,17 @@
-"""Opens tiers, each on a thread of its own, and tries those again that cannot be used yet.
+"""Opens tiers, each on a thread of its own, and tries those again that cannot be used yet, or not any more.
 
 Owns what comes before the first use of a tier of any kind: it is opened and asked once. A server that is not up, a path
-that is not mounted and a right that is not given yet cost it a pause, never the engine's life.
+that is not mounted and a right that is not given yet cost it a pause, never the engine's life. And what comes after
+its place was lost: a folder that is removed, replaced or mounted over costs what was in it, and a new opening.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from kvpact.errors import NoSuchTier, TierError, reason_of
@@ -22,14 +25,19 @@ from kvpact.tiers.urls import TierURL
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS: Final = 2.0
+"""Seconds between two looks at the place of a tier in use, and between its loss and a new opening: until then the other
+engines have closed what they held open there, and old and new together stay within the capacity."""
+
 _ASKED: Final = (bytes(32),)
 """The key of no block."""
 
 
 class AwaitedTier(Tier):
-    """What a tier is until it can be used: it refuses everything, until `there` is the tier to use in its place.
+    """What a tier is while it cannot be used: it refuses everything; otherwise `there` is the tier to use in its place.
 
-    Before that a kind that another package adds counts as shared.
+    Before that a kind that another package adds counts as shared. Whoever uses `there` looks at it again from time to
+    time, since it is exchanged when its place is lost.
     """
 
     def __init__(self, url: TierURL, place: TierContext) -> None:
@@ -40,7 +48,7 @@ class AwaitedTier(Tier):
         self.url = url
         self.there: Tier | None = None
         self.reason = "it has not answered yet"
-        """Why the last try failed."""
+        """Why the last try failed, or the tier in use was lost."""
         self.is_given_up = False
         """Whether a person must correct something first, so that it is not tried again."""
         self.tried = threading.Event()
@@ -72,6 +80,19 @@ class AwaitedTier(Tier):
         self.tried.set()
         if tier is not None and self._closed.is_set():
             tier.close()
+        elif tier is not None and tier is self.there:
+            start_background("kvpact-watch-tier", partial(_watch_until_lost, weakref.ref(self), tier, self._closed))
+
+    def replace(self, lost: Tier, why: str) -> None:
+        """Use a tier that is `lost` no more, and begin to open it anew once nothing of it is open."""
+        self.reason = f"{why}; it is opened anew"
+        self.there = None
+        logger.warning("kvpact: the tier %s is opened anew, without what it held: %s", self.url, why)
+        lost.close()
+        while not self._closed.wait(LOOK_SECONDS):
+            if lost.released:
+                start_background("kvpact-open-tier", self._open)
+                break
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TierError(f"{self.url} cannot be used yet: {self.reason}")
@@ -89,6 +110,20 @@ class AwaitedTier(Tier):
         self._closed.set()
         if self.there is not None:
             self.there.close()
+
+
+def _watch_until_lost(awaited: weakref.ref[AwaitedTier], tier: Tier, closed: threading.Event) -> None:
+    """Look at the place of a tier in use until it is lost, closed or collected."""
+    while not closed.wait(LOOK_SECONDS) and awaited() is not None:
+        try:
+            why = tier.lost()
+        except Exception as error:  # another package's, or it is being closed
+            logger.debug("kvpact: cannot look at the tier %s: %s", tier.name, error)
+            continue
+        owner = awaited()
+        if why and owner is not None:
+            owner.replace(tier, why)
+            return
 
 
 def open_tiers(urls: Sequence[TierURL], place: TierContext, seconds: float) -> list[AwaitedTier]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
@@ -59,6 +60,10 @@ class TierCounts:
     dropped_writes: int = 0
     evicted: int = 0
     failed_reads: int = 0
+
+    def __add__(self, other: TierCounts) -> TierCounts:
+        """Sum of both, count by count."""
+        return TierCounts(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,18 @@ class Tier(ABC):
     @abstractmethod
     def health(self) -> TierHealth:
         """Whether the last operations worked."""
+
+    def lost(self) -> str:
+        """Why its place is not the one that was opened, such as a removed folder; "" if it is. May wait for I/O.
+
+        Asked every few seconds, never on the scheduler's thread. A tier that is lost is closed, and opened anew.
+        """
+        return ""
+
+    @property
+    def released(self) -> bool:
+        """Whether, after `close`, nothing is open any more: an operation that hangs keeps the store open."""
+        return True
 
     @abstractmethod
     def close(self) -> None:

@@ -107,7 +107,11 @@ class TierClient:
         At most `max_deleted_keys` pending deletions are kept by key, or `deletions.MIN_DELETED_KEYS` if that is more.
         """
         self.executor, self.name = executor, executor.label
-        self._use(executor.tier)
+        self._opened = executor.tier
+        """What is closed at the end: the tier, or who opens it."""
+        self._capacity, self._counts, self._counts_before = TierCapacity(0, 0, 0), TierCounts(), TierCounts()
+        self._use(self._opened)
+        self.use_what_is_there()
         self.costs = TierCosts()
         self._slots = lent
         self._timeout = timeout
@@ -129,7 +133,6 @@ class TierClient:
         self.deletions = Deletions(executor, self.name, clock, max_deleted_keys)
         """What the tier must still delete."""
         self._warned = LogOnce(logger)
-        self._capacity, self._counts = TierCapacity(0, 0, 0), TierCounts()
         lent.join(self)
 
     def _use(self, tier: Tier) -> None:
@@ -142,11 +145,20 @@ class TierClient:
 
     # Health
 
-    def use_if_there(self) -> bool:
-        """Use the tier from now on if it was awaited and is there; returns whether that is so."""
-        if not isinstance(self.tier, AwaitedTier) or self.tier.there is None:
+    def use_what_is_there(self) -> bool:
+        """Use an awaited tier that is there from now on, and none that is lost; returns whether anything changed.
+
+        Then nothing that was known of its content holds any more.
+        """
+        opened = self._opened
+        if not isinstance(opened, AwaitedTier):
             return False
-        self._use(self.tier.there)
+        tier = opened.there or opened
+        if tier is self.tier:
+            return False
+        self._counts_before += self._counts
+        self._counts = TierCounts()
+        self._use(tier)
         return True
 
     @property
@@ -398,9 +410,9 @@ class TierClient:
         return self._capacity
 
     def counts(self) -> TierCounts:
-        """The tier's counts; the last known ones if it raises."""
+        """The tier's counts, with those before it was opened anew; the last known ones if it raises."""
         self._counts = self._contained("counts", self.tier.counts, self._counts)
-        return self._counts
+        return self._counts_before + self._counts
 
     def close(self, timeout: float) -> bool:
         """Flush the queue within `timeout` seconds and close the tier; returns whether every operation was done.
@@ -409,7 +421,7 @@ class TierClient:
         """
         self.deletions.repeat()
         flushed = self.executor.close(timeout)
-        self._contained("close", self.tier.close, None)
+        self._contained("close", self._opened.close, None)
         return flushed
 
     @property

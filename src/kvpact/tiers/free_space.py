@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from kvpact.errors import printable
 from kvpact.units import format_size
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -37,6 +38,46 @@ def warn_if_scarce(logger: logging.Logger, whose: str, path: Path, capacity_byte
                 "%s: a capacity of %s is more than the %s that %s has room for; when that is full, what was used least "
                 "recently goes", whose, format_size(capacity_bytes), format_size(room), path,
             )  # fmt: skip
+
+
+class Unremovable:
+    """What an eviction could not remove, and goes past: it counts as taken, and one of it is named to people."""
+
+    def __init__(self, logger: logging.Logger, whose: str) -> None:
+        """`whose` begins each line: "disk tier"."""
+        self._logger = logger
+        self._whose = whose
+        self._found = dict[str, str]()
+        """Name of each such file or object -> why."""
+        self._is_told = False
+
+    def forget(self) -> None:
+        """An eviction begins: each is tried again."""
+        self._found.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def note(self, name: str, error: Exception) -> None:
+        """It cannot be removed now."""
+        self._found[name] = getattr(error, "strerror", None) or str(error)
+
+    def tell(self) -> str:
+        """One line about them, logged once; "" if there are none."""
+        if not self._found:
+            return ""
+        name, why = next(iter(self._found.items()))
+        text = (
+            f"{self._whose}: {len(self._found)} files in the way cannot be removed, such as {printable(name)}: {why}; "
+            "others go instead, and these count as taken: remove them, or give this user the right to"
+        )
+        if not self._is_told:
+            self._is_told = True
+            self._logger.warning("%s", text)
+        return text
 
 
 def taken(status: os.stat_result) -> int:

@@ -17,6 +17,9 @@ STEP_NS: Final = 1_000
 """How much older than its parent a record looks at least: the finest step that all file systems with more than whole
 seconds keep."""
 
+ABANDONED_SECONDS: Final = 3600.0
+"""A file that a writer has not changed for this long, by the clock of the file server, counts as left by a dead one."""
+
 _LATEST_NS: Final = 1 << 62
 """The year 2116. What is later was damaged or planted: no file system keeps it."""
 
@@ -48,6 +51,12 @@ class SharedClock:
         self.local = UseClock()
         """The time since `now` was asked last, without a look at the file."""
         self._access = access
+
+    def is_abandoned(self, found: os.stat_result) -> bool:
+        """Whether a file of the directory had not changed for `ABANDONED_SECONDS` when anybody last asked `now`."""
+        with suppress(OSError):
+            return os.stat(self.path, follow_symlinks=False).st_ctime - found.st_ctime > ABANDONED_SECONDS
+        return False
 
     def now(self) -> int:
         """The time of a use: after every one that anybody was told. By the own clock alone if the file fails."""

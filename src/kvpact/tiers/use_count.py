@@ -19,6 +19,8 @@ class UseCount:
         self._count = 0
         self.stopped = False
         """Whether no further use may begin."""
+        self.released = False
+        """Whether the resource was let go: the stop came, and the last use has ended."""
 
     @contextmanager
     def one(self) -> Iterator[bool]:
@@ -34,6 +36,7 @@ class UseCount:
                 ended = begun and self.stopped and self._count == 0
             if ended:
                 self._let_go()
+                self.released = True
 
     def stop(self) -> None:
         """No further use begins; `let_go` follows once, when all have ended."""

@@ -125,7 +125,7 @@ class StepReader:
             return {}, ()
         self._reads.clear()
         for source in self._sources:
-            source.client.use_if_there()
+            source.client.use_what_is_there()
         walks = [_Walk(one, one.start) for one in wanted]
         for walk in walks:
             self._go_on(walk)
@@ -225,7 +225,7 @@ class StepReader:
             timeout = self._config.step_deadline
             opened = open_tiers([self._config.tiers[number] for _, number in store.tiers], place, timeout)
             for (position, _), tier in zip(store.tiers, opened, strict=True):
-                executor = TierExecutor(tier.there or tier, self._config.io_threads, 1)
+                executor = TierExecutor(tier, self._config.io_threads, 1)
                 client = TierClient(executor, lent, timeout=timeout, clock=time.monotonic, reads_find_out=True)
                 self._sources.append(_Source(position, client))
         finally:

@@ -7,6 +7,7 @@ record, and waits for another writer for at most `EVICTOR_TIMEOUT_SECONDS`.
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 import struct
 import threading
@@ -22,9 +23,11 @@ import msgspec
 from kvpact.own_files import Access, closing, replace_own, sync_folder
 from kvpact.tiers.directory import files
 from kvpact.tiers.directory.evictor_lock import EvictorLock, died_here, new_writer
-from kvpact.tiers.free_space import SLACK_SHARE, taken
+from kvpact.tiers.free_space import SLACK_SHARE, Unremovable, taken
 from kvpact.tiers.shared.store import key_of
 from kvpact.tiers.use_clock import SharedClock
+
+logger = logging.getLogger(__name__)
 
 CONTROL: Final = ".kvpact"
 """The folder beside the groups for the writers' counters and for records that are being written."""
@@ -40,9 +43,6 @@ TOUCH_SHARE: Final = 8
 
 EVICTOR_TIMEOUT_SECONDS: Final = 2.0
 """A write waits this many seconds for another writer's evictor, then it is dropped."""
-
-ABANDONED_SECONDS: Final = 3600.0
-"""A file that a writer on another host has not changed for this long counts as left by a dead writer."""
 
 _COUNTER: Final = struct.Struct("<QQ")
 _MAX_SNAPSHOT: Final = 4 << 20
@@ -77,6 +77,8 @@ class Quota:
         """Records that this writer removed to make room."""
         self.touch_seconds = TOUCH_SECONDS
         """A used record gets a new time at most once in this many seconds."""
+        self.unremovable = Unremovable(logger, "dir tier")
+        """What the last eviction could not remove."""
         self._root = root
         self._access = access
         self._lock = threading.Lock()
@@ -230,6 +232,7 @@ class Quota:
         """
         if not self.lock.acquire():
             return None
+        self.unremovable.forget()
         try:
             _remove_all(self._abandoned(self._temporaries))
             # Their files are counted below; their counters may be removed only after the snapshot is written.
@@ -242,21 +245,29 @@ class Quota:
             # that size together are candidates, so that not every name is kept.
             target = limit - min(wanted, limit) - limit // SLACK_SHARE
             most = known.used_bytes + _since(counted, known.settled) - target if known else limit
-            used, candidates = self._oldest(before_ns, most)
-            counted = {name: numbers for name, numbers in self.counted().items() if name not in gone}
-            excess = used + _since(counted, settled) - target if wanted else used - limit
-            evicted = 0
+            evicted, excess, stuck = 0, 1, -1
             life = known.life_seconds if known else TOUCH_SECONDS * TOUCH_SHARE
-            for negative_ns, _, size, path in candidates:
-                if excess <= 0:
-                    break
-                self.lock.renew()
-                with suppress(PermissionError):  # somebody else closed its folder to us
-                    if files.remove(path):
+            while excess > 0 and stuck < len(self.unremovable):  # again for others, where some could not be removed
+                stuck = len(self.unremovable)
+                used, candidates = self._oldest(before_ns, most)
+                most *= 2
+                counted = {name: numbers for name, numbers in self.counted().items() if name not in gone}
+                excess = used + _since(counted, settled) - target if wanted else used - limit
+                for negative_ns, _, size, path in candidates:
+                    if excess <= 0:
+                        break
+                    self.lock.renew()
+                    try:
+                        removed = files.remove(path)
+                    except OSError as error:
+                        self.unremovable.note(path, error)
+                        continue
+                    if removed:
                         evicted += 1
                         life = max(0.0, (self.clock.local.now() + negative_ns) / 1e9)
                     excess -= size
                     used -= size
+            self.unremovable.tell()
             self._write_snapshot(UsageSnapshot(used, settled, life))
             _remove_all(abandoned)
             with self._lock:
@@ -275,13 +286,17 @@ class Quota:
             with suppress(FileNotFoundError):
                 status = entry.stat()
                 used += taken(status)
-                if status.st_mtime_ns < before_ns and key_of(name):
+                if status.st_mtime_ns < before_ns and key_of(name) and entry.path not in self.unremovable:
                     heapq.heappush(heap, (-status.st_mtime_ns, status.st_ino, taken(status), entry.path))
                     held += taken(status)
                     while heap and held - heap[0][2] >= nbytes:
                         held -= heapq.heappop(heap)[2]
-        unfinished = map(files.status, map(self._temporaries.joinpath, os.listdir(self._temporaries)))
-        return used + sum(taken(found) for found in unfinished if found), sorted(heap, reverse=True)
+        return used + sum(self.unfinished()), sorted(heap, reverse=True)
+
+    def unfinished(self) -> list[int]:
+        """Bytes that each record takes that is being written, or whose writer died meanwhile."""
+        found = map(files.status, map(self._temporaries.joinpath, os.listdir(self._temporaries)))
+        return [taken(status) for status in found if status]
 
     def _write_snapshot(self, found: UsageSnapshot) -> None:
         content = msgspec.json.encode(found)
@@ -296,8 +311,13 @@ class Quota:
         if died_here(path.name):
             return True
         # Also for a writer on this host: a new process may have the pid of a dead one.
-        status, clock = files.status(path), files.status(self.clock.path)  # both times are the file server's
-        return status is not None and clock is not None and clock.st_ctime - status.st_ctime > ABANDONED_SECONDS
+        status = files.status(path)
+        return status is not None and self.clock.is_abandoned(status)
+
+    def lost(self) -> str:
+        """Why nothing can be written any more, whatever room there is; "" if nothing is missing."""
+        gone = next((folder for folder in (self._temporaries, self._counters) if not folder.exists()), None)
+        return f"the folder {gone.relative_to(self._root)} was removed" if gone else ""
 
     def close(self) -> None:
         """Remove this writer's counter, unless the ledger still needs it."""

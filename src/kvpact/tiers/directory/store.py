@@ -139,9 +139,10 @@ class DirectoryStore(RecordStore):
                 self.evicted = self.quota.evicted
                 self.quota.settle(sum(sizes[:granted]))
         if granted < len(names):
+            why = self.quota.unremovable.tell() or "give it a larger capacity"
             raise StoreError(
                 f"{self.place} has no room for {len(names) - granted} of {len(names)} records: its "
-                f"{self.quota.capacity_bytes} bytes hold what was used later; give it a larger capacity"
+                f"{self.quota.capacity_bytes} bytes hold what was used later; {why}"
             )
 
     def make_room(self, nbytes: int) -> int:
@@ -192,8 +193,16 @@ class DirectoryStore(RecordStore):
             raise
 
     def remove(self, names: Sequence[str]) -> int:
+        removed, failed = 0, list[OSError]()
         with self._reported("remove"):
-            return sum(files.remove(self.path_of(name)) for name in names)
+            for name in names:
+                try:
+                    removed += files.remove(self.path_of(name))
+                except OSError as error:  # the others go all the same
+                    failed.append(error)
+            if failed:
+                raise failed[0]
+        return removed
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
         with self._reported("read"):
@@ -216,6 +225,14 @@ class DirectoryStore(RecordStore):
             if self._for_tool and self.quota.snapshot() is None:  # no engine was here yet
                 return StoreUsage(0, capacity)
             return StoreUsage(min(self.quota.used_bytes(), capacity), capacity)
+
+    def unfinished(self) -> StoreUsage:
+        with suppress(OSError):
+            return StoreUsage(sum(self.quota.unfinished()))
+        return StoreUsage()
+
+    def lost(self) -> str:
+        return self._folder.lost() or self.quota.lost()
 
     def close(self) -> None:
         with suppress(OSError):

@@ -35,7 +35,7 @@ import xxhash
 
 from kvpact.errors import DataError, TierError
 from kvpact.identity.keys import Namespace
-from kvpact.own_files import PRIVATE, Access, replace_own, sync_folder
+from kvpact.own_files import PRIVATE, Access, lost_from, replace_own, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
 from kvpact.tiers.disk.file_lock import lock_file
 from kvpact.tiers.record import RUN_BYTES, bytes_of
@@ -228,6 +228,10 @@ class SlabReader:
         """Whether `close` was called."""
         return self._buffered < 0
 
+    def lost(self) -> str:
+        """Why the open file is not what its path names now; "" if it is. Raises OSError."""
+        return lost_from(self.path, self._buffered)
+
     def status(self) -> os.stat_result:
         """Return the status of the open file, which may have lost its name."""
         return os.fstat(self._buffered)
@@ -320,7 +324,8 @@ class Slab(SlabReader):
         The directory must be locked: unfinished files of others are removed.
         """
         for left in path.parent.glob(f"*{_UNFINISHED_SUFFIX}"):
-            left.unlink(missing_ok=True)
+            with suppress(OSError):  # gone, or somebody else's that stays
+                left.unlink()
         unfinished = path.with_suffix(_UNFINISHED_SUFFIX)
         descriptor = access.create(unfinished, os.O_RDWR)
         try:
@@ -335,6 +340,13 @@ class Slab(SlabReader):
             os.close(descriptor)
             unfinished.unlink(missing_ok=True)
             raise
+
+    def close(self) -> None:
+        """See `SlabReader`. A file that has lost its name gives its bytes back, although others have it open."""
+        with suppress(OSError):
+            if not self.closed and not self.status().st_nlink:
+                os.ftruncate(self._buffered, 0)
+        super().close()
 
     def taken_bytes(self) -> int:
         """What the file takes of its directory's capacity: less than its size, if it has holes."""

@@ -23,7 +23,7 @@ from kvpact.identity.keys import Namespace
 from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own, replace_own
 from kvpact.tiers.disk.file_lock import is_locked, lock_file, unlock_file
 from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, close_in_children
-from kvpact.tiers.free_space import warn_if_scarce
+from kvpact.tiers.free_space import Unremovable, warn_if_scarce
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +114,13 @@ class SlabDirectory:
         self.path = named / OWN_FOLDER
         self.capacity_bytes = capacity_bytes
         self.access = access
+        self.folder: OwnFolder | None = None
+        """The folder, held open by an engine that uses it."""
         self._newcomer: _Newcomer | None = None
         self._opened_at = time.monotonic()
         self._seen_in_use: dict[Path, float] = {}
+        self._unremovable = Unremovable(logger, "disk tier")
+        """Idle slabs that were in the way, and stay."""
 
     @classmethod
     def prepare(cls, named: Path, capacity_bytes: int, access: Access = PRIVATE) -> SlabDirectory:
@@ -126,7 +130,7 @@ class SlabDirectory:
             TierError: with the reason.
         """
         try:
-            OwnFolder.make(named, access).close()
+            folder = OwnFolder.make(named, access)
         except NotOurs as error:
             raise TierError(f"disk tier: {error}") from None
         if any(named.glob(f"*{SLAB_SUFFIX}")):
@@ -135,6 +139,7 @@ class SlabDirectory:
                 "remove them (slabs are in %s now)", named, named / OWN_FOLDER,
             )  # fmt: skip
         directory = cls(named, capacity_bytes, access)
+        directory.folder = folder
         held = (512 * path.stat().st_blocks for path in directory.slab_paths())
         warn_if_scarce(logger, "disk tier", directory.path, capacity_bytes, held)
         return directory
@@ -183,7 +188,8 @@ class SlabDirectory:
         """Write the model's name beside the namespace's slabs, for people; names without a slab go. Raises OSError."""
         for path in self.path.glob(f"*{_MODEL_SUFFIX}"):
             if not any(self.path.glob(f"{path.stem}*{SLAB_SUFFIX}")):
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
         if namespace.model and model_beside(self.slab_path(namespace, 0)) != namespace.model:
             name = f"{namespace.name}{_MODEL_SUFFIX}"
             replace_own(self.path / name, namespace.model.encode(errors="replace")[:MODEL_BYTES], self.access)
@@ -200,9 +206,14 @@ class SlabDirectory:
         engines = sum(item.in_use for item in neighbours if item.superblock is not None) + self._count_newcomers()
         absent = [item for item in neighbours if self._is_absent(item, namespace)]
         capacity, members = max(0, self.capacity_bytes - unknown), 1 + engines
-        kept = sum(item.file_bytes for item in neighbours if item.in_use or item.superblock is None or item in absent)
+        kept = sum(item.file_bytes for item in neighbours if self._stays(item, namespace))
         left = max(0, self.capacity_bytes - kept)
         return Room(capacity // members, min(capacity // (members + len(absent)), left), members)
+
+    def _stays(self, item: Neighbour, namespace: Namespace) -> bool:
+        """Whether a slab is not removed for room: it is used, may be soon, is none of ours, or cannot be removed."""
+        cannot = str(item.path) in self._unremovable
+        return item.in_use or item.superblock is None or cannot or self._is_absent(item, namespace)
 
     def _is_absent(self, item: Neighbour, namespace: Namespace) -> bool:
         """Whether a slab is idle for so short a time that its engine may come back."""
@@ -240,21 +251,32 @@ class SlabDirectory:
         """Remove idle slabs until `own` may have `file_bytes`. The directory must be locked.
 
         Raises:
-            NoRoomYet: there would still be no room; then nothing is removed.
+            NoRoomYet: there would still be no room; then nothing is removed, unless something cannot be.
         """
         neighbours = self.neighbours(own)
         excess = file_bytes - self.capacity_bytes + sum(item.file_bytes for item in neighbours)
-        removable: list[Neighbour] = []
-        for item in neighbours:
-            kept = item.in_use or item.superblock is None or self._is_absent(item, namespace)
-            if excess > 0 and not kept:
-                removable.append(item)
-                excess -= item.file_bytes
+        self._unremovable.forget()
+        removable = [item for item in neighbours if not self._stays(item, namespace)]
+        if excess <= sum(item.file_bytes for item in removable):
+            for item in removable:
+                if excess > 0 and self._remove_unused(item.path):
+                    excess -= item.file_bytes
         if excess > 0:
-            raise NoRoomYet(f"other slabs leave {excess} bytes too little of the directory's {self.capacity_bytes}")
-        for item in removable:
-            self.remove(item.path)
-            logger.info("disk tier: removed %s, unused, to make room", printable(str(item.path)))
+            said = self._unremovable.tell()
+            raise NoRoomYet(
+                f"other slabs leave {excess} bytes too little of the directory's {self.capacity_bytes}"
+                f"{'; ' if said else ''}{said}"
+            )
+
+    def _remove_unused(self, path: Path) -> bool:
+        """Remove an idle slab to make room; whether it is gone."""
+        try:
+            self.remove(path)
+        except OSError as error:
+            self._unremovable.note(str(path), error)
+            return False
+        logger.info("disk tier: removed %s, unused, to make room", printable(str(path)))
+        return True
 
     def remove(self, path: Path) -> None:
         """Remove an idle slab, and free its blocks on the disk at once although other engines may have it open.

@@ -233,6 +233,16 @@ class DiskTier(Tier):
     def health(self) -> TierHealth:
         return self._accounts.health()
 
+    def lost(self) -> str:
+        with self._uses.one() as running:
+            if not running or self._directory.folder is None:
+                return ""
+            return self._directory.folder.lost() or (self.own.slab.lost() if self.own is not None else "")
+
+    @property
+    def released(self) -> bool:
+        return self._uses.released
+
     def check(self) -> None:
         """Verify the index's invariants, for tests. Raises PactViolation."""
         if self.own is not None:
@@ -306,6 +316,8 @@ class DiskTier(Tier):
         self._directory.end_announcement()
         if self.own is not None:
             self.own.slab.close()
+        if self._directory.folder is not None:
+            self._directory.folder.close()
 
 
 def _tend_until_closed(tier: weakref.ref[DiskTier], stopped: threading.Event) -> None:

@@ -11,6 +11,8 @@ import math
 import os
 import re
 import secrets
+import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -42,6 +44,9 @@ RETRIED_PART: Final = 0.75
 
 FIRST_BACKOFF_SECONDS: Final = 0.05
 LONGEST_BACKOFF_SECONDS: Final = 0.5
+
+TIDY_SECONDS: Final = 600.0
+"""Seconds between two looks, by who writes, for what killed writers have left."""
 
 PAGE_OBJECTS: Final = 1000
 """Objects in one page of a listing; S3 allows no more."""
@@ -87,9 +92,11 @@ class Bucket:
         self.place = place
         self.timeout = timeout
         self.concurrency = concurrency
-        self._folder = folder
+        self.folder = folder
+        """The folder of objects that are files; None in a bucket."""
         self._clock: SharedClock | None = None
         self._has_links = True
+        self._tidy_at = 0.0
         self._pool = DaemonPool("kvpact-objects", concurrency)
 
     def each(self, call: Callable[[Item], Result], items: Sequence[Item], requests: int = 1) -> list[Result]:
@@ -117,7 +124,7 @@ class Bucket:
 
         Raises ObjectChanged if it is there in another `version`.
         """
-        if self._folder is not None and (self._folder.path / name).is_fifo():  # planted: its opening would never end
+        if self.folder is not None and (self.folder.path / name).is_fifo():  # planted: its opening would never end
             return None
         options: dict[str, object] = {}
         if start or end is not None:
@@ -141,19 +148,19 @@ class Bucket:
         """Store a new object, or replace the version `replaced`; None if another one is there."""
         mode: str | PackVersion = "create"
         if replaced is not None:
-            mode = replaced if replaced and self._folder is None else "overwrite"
+            mode = replaced if replaced and self.folder is None else "overwrite"
         try:
-            if self._folder is not None:
-                path = self._folder.path / name
-                self._folder.access.make_parents(path, self._folder.path)
+            if self.folder is not None:
+                path = self.folder.path / name
+                self.folder.access.make_parents(path, self.folder.path)
                 if mode == "create" and not self._has_links:
                     if path.exists():
                         return None
                     mode = "overwrite"  # of two writers at once the last one wins
             result = self._api.put(self.client, name, data, mode=mode, use_multipart=False)
-            if self._folder is not None:
+            if self.folder is not None:
                 with suppress(FileNotFoundError):  # removed since
-                    self._folder.access.settle(path, self._folder.access.file_mode)
+                    self.folder.access.settle(path, self.folder.access.file_mode)
                 self.note_used([name])
             return _version(result)
         except (self._changed, self._exists):
@@ -192,6 +199,7 @@ class Bucket:
         """From now on mark the files in `folder` when they are used. Finds out whether they can have links."""
         self._clock = SharedClock(folder.path / ".clock", folder.access)
         self._clock.now()
+        self.remove_abandoned()
         self._has_links = _can_link(self._clock.path)
 
     def note_used(self, names: Sequence[str]) -> None:
@@ -216,6 +224,34 @@ class Bucket:
                     found.append((status.st_atime_ns, taken(status), name))
         return sorted(found)
 
+    def unfinished(self) -> list[tuple[int, Path]]:
+        """Bytes and path of each file that obstore writes before it gets an object's name: its listing has none."""
+        found = list[tuple[int, Path]]()
+        if self.folder is not None:
+            for path in self.folder.path.glob("*/*#*"):
+                with suppress(OSError):
+                    status = path.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and _UNFINISHED.fullmatch(f"{path.parent.name}/{path.name}"):
+                        found.append((taken(status), path))
+        return found
+
+    def tidy(self) -> None:
+        """`remove_abandoned`, if that was `TIDY_SECONDS` ago."""
+        if self._clock is not None and time.monotonic() > self._tidy_at:
+            self._clock.now()
+            self.remove_abandoned()
+
+    def remove_abandoned(self) -> list[int]:
+        """Remove what killed writers have left unfinished; the bytes of each such file."""
+        gone = list[int]()
+        self._tidy_at = time.monotonic() + TIDY_SECONDS
+        for size, path in self.unfinished() if self._clock is not None else ():
+            with suppress(OSError):  # another engine was quicker, or it cannot be removed: it counts as before
+                if self._clock is not None and self._clock.is_abandoned(path.stat(follow_symlinks=False)):
+                    path.unlink()
+                    gone.append(size)
+        return gone
+
     def close(self) -> None:
         """Start no more requests. Does not wait for those under way."""
         self._pool.close()
@@ -227,7 +263,7 @@ class Bucket:
     def _told(self, error: Exception) -> StoreError:
         """The StoreError for an error of the client; it takes only words from it that cannot be a secret."""
         text = str(error)
-        if self._folder is not None and (told := re.search(r"(?:os error|Errno) (\d+)", text)):
+        if self.folder is not None and (told := re.search(r"(?:os error|Errno) (\d+)", text)):
             kind = StoreFull if int(told[1]) in FULL else StoreError
             return kind(f"{self.place}: {os.strerror(int(told[1]))}")
         status = re.search(r"status code: (\d{3})", text)
@@ -258,6 +294,10 @@ class Bucket:
         if re.search(r"kind: (Connect|Request)|error sending request", text):
             return StoreError(f"{self.place} cannot be reached")
         return StoreError(f"{self.place}: the answer is unusable ({answer})")
+
+
+_UNFINISHED: Final = re.compile(r"[0-9a-f]{16}(-[0-9a-f]+)?/([0-9a-f]{64}|namespace)#\d+")
+"""Files that obstore makes for an object of ours: it writes NAME#1, and then gives it its name."""
 
 
 def _can_link(path: Path) -> bool:

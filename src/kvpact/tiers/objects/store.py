@@ -6,6 +6,7 @@ Expires nothing: that is for the bucket's lifecycle rules, and a record that the
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from operator import not_
 from typing import Final
 
 from kvpact.tiers.base import HEADER_BYTES, leading
-from kvpact.tiers.free_space import SLACK_SHARE
+from kvpact.tiers.free_space import SLACK_SHARE, Unremovable
 from kvpact.tiers.objects import BACKEND
 from kvpact.tiers.objects.bucket import Bucket, ObjectChanged, Part, open_bucket
 from kvpact.tiers.objects.packs import (
@@ -41,6 +42,8 @@ from kvpact.tiers.shared.store import (
     key_of,
 )
 from kvpact.tiers.urls import TierURL
+
+logger = logging.getLogger(__name__)
 
 FIRST_READ_BYTES: Final = 16 << 10
 """Bytes of an object's first read: a table of 200 blocks in one request."""
@@ -69,6 +72,7 @@ class ObjectStore(RecordStore):
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.memory = PackMemory()
+        self._unremovable = Unremovable(logger, f"{bucket.place}")
 
     # Finding
 
@@ -213,6 +217,7 @@ class ObjectStore(RecordStore):
     # Writing
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
+        self.bucket.tidy()
         wanted = dict(zip(names, records, strict=True))
         packs = {name: encode_pack({name: record}) for name, record in wanted.items()}
         stored = self.bucket.each(lambda name: self._create(name, packs[name]), list(packs))
@@ -221,6 +226,7 @@ class ObjectStore(RecordStore):
 
     def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         """See `SupportsPacks`."""
+        self.bucket.tidy()
         waiting = dict(zip(names, records, strict=True))
         while waiting:
             [stored] = self.bucket.each(partial(self._create, data=encode_pack(waiting)), [next(iter(waiting))])
@@ -346,18 +352,33 @@ class ObjectStore(RecordStore):
 
     def make_room(self, nbytes: int) -> int:
         """See `RecordStore`. Of objects that are files; in a bucket its lifecycle rules make room."""
-        files = self.bucket.by_use()
-        left, freed = nbytes + sum(size for _, size, _ in files) // SLACK_SHARE, 0
+        self._unremovable.forget()
+        gone = self.bucket.remove_abandoned()
+        unfinished = sum(size for size, _ in self.bucket.unfinished())
+        files, evicted = self.bucket.by_use(), 0
+        left = nbytes - sum(gone) + (unfinished + sum(size for _, size, _ in files)) // SLACK_SHARE
         for _, size, name in files:
             if left > 0 and key_of(name):
-                self.bucket.delete(name)
-                left, freed = left - size, freed + 1
-        self.evicted += freed
-        return freed
+                try:
+                    self.bucket.delete(name)
+                except StoreError as error:
+                    self._unremovable.note(name, error)
+                    continue
+                left -= size
+                evicted += 1
+        self._unremovable.tell()
+        self.evicted += evicted
+        return evicted + len(gone)
 
     def usage(self) -> StoreUsage:
         """Unknown: a bucket has no bound, and its used bytes need a listing."""
         return StoreUsage()
+
+    def unfinished(self) -> StoreUsage:
+        return StoreUsage(sum(size for size, _ in self.bucket.unfinished()))
+
+    def lost(self) -> str:
+        return self.bucket.folder.lost() if self.bucket.folder is not None else ""
 
     def close(self) -> None:
         self.bucket.close()

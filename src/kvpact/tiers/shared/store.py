@@ -134,6 +134,14 @@ class RecordStore(ABC):
         """How full it is; by default unknown."""
         return StoreUsage()
 
+    def unfinished(self) -> StoreUsage:
+        """Bytes of files that are being written, or that killed writers left and no engine has removed yet."""
+        return StoreUsage()
+
+    def lost(self) -> str:
+        """See `Tier`: by default nothing that is open can be taken away."""
+        return ""
+
     def close(self) -> None:  # a store without connections has none to close
         """Close connections. Never raises; idempotent; no call is under way."""
 

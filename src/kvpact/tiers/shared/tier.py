@@ -383,6 +383,14 @@ class SharedTier(Tier):
     def health(self) -> TierHealth:
         return self._accounts.health()
 
+    def lost(self) -> str:
+        with self._uses.one() as running:
+            return self.store.lost() if running else ""
+
+    @property
+    def released(self) -> bool:
+        return self._uses.released
+
     def close(self) -> None:
         self._uses.stop()
 

@@ -167,7 +167,8 @@ class TierJobs:
 
     def poll(self, now: float) -> list[JobResult]:
         """The jobs that have ended since the last call."""
-        self.client.use_if_there()
+        if self.client.use_what_is_there():
+            self._answers.forget_all()
         self.client.check(now)
         for done in self.client.poll():
             if isinstance(done, LookupDone):
@@ -252,6 +253,10 @@ class _Answers:
     asking: dict[Any, list[BlockKey]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """The tier is another one now."""
         self.held, self.absent, self.refuted = LRUKeySet(self.most), LRUKeySet(self.most), LRUKeySet(self.most)
 
     @property
