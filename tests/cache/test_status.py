@@ -9,16 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from dictionary_tier import DictionaryTier, Records
 from kvpact.cache import status_socket
 from kvpact.cache.status import EngineStatus, status_of
 from kvpact.cache.status_socket import StatusSocket, answers
 from kvpact.errors import DataError
 from kvpact.metrics import MEMORY, series
-from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
+from kvpact.tiers.executor import TierExecutor
+from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, open_disk, tokens, until
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +135,54 @@ def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) ->
     assert found.metrics[series("held_blocks", MEMORY)] == 4
     assert [tier.trouble for tier in found.tiers] == [""]
     assert (found.prompts.requests, found.prompts.tokens) == (1, 17)
+
+
+def test_whatever_the_engine_does_meanwhile_its_status_is_told() -> None:
+    """The socket's thread walks over what the scheduler's changes: here once between each two lines of the walk.
+
+    A tier opens late, and a request uses tokens of it, the first that anybody does.
+    """
+    records: Records = {}
+    scene = with_tier(Scene(), records)
+    scene.run_cold(SceneRequest("cold", tokens(17)))
+    scene.settle_tiers()
+    scene.close()
+    lines = 0
+    while told_while_engine_works(records, lines) >= lines:
+        lines += 1
+    assert lines > 40
+
+
+def with_tier(scene: Scene, records: Records) -> Scene:
+    """The scene with a late tier over these records."""
+    scene.cache.open_tiers([TierExecutor(DictionaryTier(NAMESPACE, PAGE, 64, records), 1, 1 << 20)])
+    return scene
+
+
+def told_while_engine_works(records: Records, line: int) -> int:
+    """Make a status; before this line of the walk the engine works. Returns the number of lines."""
+    scene, seen, folder = Scene(), count(), str(Path(status_socket.__file__).parent)
+    request = SceneRequest("warm", tokens(17))
+
+    def between_lines(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line" and next(seen) == line:
+            sys.settrace(None)
+            scene.load(request, with_tier(scene, records).prepare(request))
+            sys.settrace(between_lines)
+        return between_lines
+
+    sys.settrace(between_lines)
+    try:
+        found = status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE)
+    finally:
+        sys.settrace(None)
+    assert found.metrics["used_tokens"] in (0, 16)
+    found = status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE)
+    assert found.metrics.get(series("used_tokens_from", "dictionary"), 0) == found.metrics["used_tokens"]
+    scene.close()
+    return next(seen) - 1
 
 
 @pytest.mark.parametrize(
