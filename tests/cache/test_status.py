@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -23,6 +24,7 @@ from kvpact.cache.status_socket import StatusSocket, answers
 from kvpact.errors import DataError
 from kvpact.metrics import MEMORY, series
 from kvpact.tiers.executor import TierExecutor
+from kvpact_command import KVPACT
 from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, open_disk, tokens, until
 
 
@@ -98,6 +100,71 @@ def test_a_folder_of_another_kind_costs_one_line(home: Path, caplog: pytest.LogC
     (line,) = caplog.messages
     assert line.startswith("kvpact: `kvpact status` cannot find this engine: no socket can be made: ")
     assert answers() == []
+
+
+def test_h119_what_is_only_named_like_a_socket_hides_no_engine_and_stays(
+    home: Path, listen: Callable[[bytes], StatusSocket]
+) -> None:
+    """A folder, a file and a link to nothing stand before and behind the engines' sockets."""
+    listen(b"first")
+    strange = [home / f"{place}-{kind}.sock" for place in ("!", "z") for kind in ("folder", "file", "link")]
+    for path in strange:
+        if "folder" in path.name:
+            path.mkdir()
+        elif "file" in path.name:
+            path.write_text("mine")
+        else:
+            path.symlink_to("nothing")
+    listen(b"second")
+    assert sorted(said for _, said in answers()) == [b"first", b"second"]
+    assert all(path.is_symlink() or path.exists() for path in strange)
+
+
+def test_h119_an_engine_that_is_stopped_keeps_neither_a_new_one_nor_the_answers_of_others(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = (
+        "import sys; from kvpact.cache.status_socket import StatusSocket; StatusSocket(lambda: b'x'); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", use], stdin=subprocess.PIPE) as stopped:
+        until(lambda: bool(answers()), 60.0)
+        stopped.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(status_socket, "ANSWER_SECONDS", 1000.0)  # nobody waits for it
+        engine = StatusSocket(lambda: b"well")
+        try:
+            until(lambda: len(list(home.glob("*.sock"))) == 2)
+            monkeypatch.setattr(status_socket, "ANSWER_SECONDS", 0.3)
+            assert sorted(said for _, said in answers()) == [b"", b"well"]
+        finally:
+            stopped.kill()
+            engine.close()
+
+
+def test_h119_on_a_read_only_root_the_one_place_that_can_be_written_is_used(tmp_path: Path) -> None:
+    """And where there is none, one line says what to set."""
+    (runtime := tmp_path / "runtime").mkdir()
+    places = (
+        "for place in /tmp /var/tmp /usr/tmp /; do mount --bind $place $place && mount -o remount,ro,bind $place; done"
+    )
+    mounts = f"{places} 2>/dev/null; mount -t tmpfs none {runtime}; cd /; exec"
+    listens = (
+        "from kvpact.cache.status_socket import StatusSocket, answers\n"
+        "engine = StatusSocket(lambda: b'well')\n"
+        "while not (found := answers()): pass\n"
+        "print(found); engine.close()"
+    )
+
+    def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        inside = ["unshare", "-m", "--propagation", "private", "sh", "-c", f'{mounts} "$@"', "sh", *command]
+        known = {name: text for name, text in os.environ.items() if name not in ("TMPDIR", "TEMP", "TMP")}
+        return subprocess.run(inside, env=known | environment, capture_output=True, text=True, timeout=60)
+
+    told = run(sys.executable, "-c", listens, XDG_RUNTIME_DIR=str(runtime))
+    assert "b'well'" in told.stdout, told.stderr
+    refused = run(str(KVPACT), "status", XDG_RUNTIME_DIR="")
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "set XDG_RUNTIME_DIR to one that this user may write" in line
 
 
 def test_an_error_while_telling_costs_one_line_and_the_next_caller_is_answered(

@@ -5,6 +5,7 @@ Asks a server's metrics page, or the sockets of this user's engines. Owns the wo
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from textwrap import wrap
@@ -16,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.records import Prompts, RequestRecord
 from kvpact.cache.status import EngineStatus, TierState, troubles_in
-from kvpact.cache.status_socket import answers, places
+from kvpact.cache.status_socket import NO_PLACE, answers, places
 from kvpact.cli.screen import age, console, print_json, table
-from kvpact.errors import DataError, KvpactError, reason_of
+from kvpact.errors import DataError, KvpactError, printable, reason_of
 from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, MissReason, explain_misses, series
 
 WIDTH: Final = 80
@@ -85,17 +86,19 @@ def _read_page(url: str) -> EngineStatus:
 
 
 def _engines() -> list[EngineStatus]:
-    """All engines of this user that answer. Raises KvpactError if none does."""
-    found, refused = [], ""
+    """All engines of this user that answer; of others a line says why. Raises KvpactError if none does."""
+    found, refused = list[EngineStatus](), list[str]()
     for path, said in answers():
         try:
             found.append(EngineStatus.parse(said))
         except DataError as error:
-            refused = f"{path}: {error}"
+            refused.append(f"{path}: {error}")
     if not found:
-        asked = " or ".join(str(parent / name) for parent, name in places())
+        asked = " or ".join(str(parent / name) for parent, name in places()) or f"any place: {NO_PLACE}"
         right = "give a server's address, or ask as its user, on its machine and in its container"
-        raise KvpactError(refused or f"no engine answers in {asked}; {right}")
+        raise KvpactError("; ".join(refused) or f"no engine answers in {asked}; {right}")
+    for line in refused:
+        print(f"kvpact: {printable(line)}", file=sys.stderr)
     return found
 
 

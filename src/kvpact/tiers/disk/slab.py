@@ -320,7 +320,8 @@ class Slab(SlabReader):
         The directory must be locked: unfinished files of others are removed.
         """
         for left in path.parent.glob(f"*{_UNFINISHED_SUFFIX}"):
-            left.unlink(missing_ok=True)
+            with suppress(OSError):  # what only has such a name
+                left.unlink()
         unfinished = path.with_suffix(_UNFINISHED_SUFFIX)
         descriptor = access.create(unfinished, os.O_RDWR)
         try:

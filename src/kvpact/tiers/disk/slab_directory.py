@@ -183,7 +183,8 @@ class SlabDirectory:
         """Write the model's name beside the namespace's slabs, for people; names without a slab go. Raises OSError."""
         for path in self.path.glob(f"*{_MODEL_SUFFIX}"):
             if not any(self.path.glob(f"{path.stem}*{SLAB_SUFFIX}")):
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
         if namespace.model and model_beside(self.slab_path(namespace, 0)) != namespace.model:
             name = f"{namespace.name}{_MODEL_SUFFIX}"
             replace_own(self.path / name, namespace.model.encode(errors="replace")[:MODEL_BYTES], self.access)
