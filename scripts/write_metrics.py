@@ -96,7 +96,7 @@ ALERT_RULES = (
         "warning",
         "The tier {{ $labels.tier }} of {{ $labels.instance }} is not used.",
         "The engine goes on without it: its log names the reason, and `kvpact tiers URL` asks the store now. Mend the "
-        "store: it is used again within seconds.",
+        "store: it is used again within seconds; an idle engine's page says so after its next request.",
     ),
     Alert(
         "KvpactDamagedRecords",
@@ -162,8 +162,9 @@ rule_files: [prometheus-alerts.yml]
 - `tier` is `memory`, or what the tier's URL says: its option `name=`, as in `redis://cache?name=rack1`, or its kind:
   `disk`, `directory`, `redis`, `object`, `mooncake`, the scheme of another package's tier. The second tier of a kind is
   `redis-2`, and so on. `tier_info` has the URLs.
-- Engines tell their server once a second at most, and once more before they rest. Counters have all that happened. A
-  histogram gets up to 32 times a second for each of its series, drawn evenly: its quantiles are right, its `_count` is
+- Engines tell their server once before the first request, then once a second at most, and once more before they rest.
+  `tier_up` has no series until the tier was asked, unless it is not there. Counters have all that happened. A histogram
+  gets up to 32 times a second for each of its series, drawn evenly: its quantiles are right, its `_count` is
   less than what happened. `steps` counts all steps.
 - `lookup_seconds` has lookups in tiers that engines share. A `disk` tier answers from the engine's memory.
 - A `PactTier` below [vLLM's offloading](offloading.md) has those of the metrics by tier that it can count.

@@ -104,7 +104,8 @@ class Metric:
     """One row of the table. `meaning` is a sentence that names the unit.
 
     `labels` is the closed set of values that the label `label` takes; the labels of tiers are known later. A gauge with
-    `told` is 1 and says something in the labels of these names.
+    `told` is 1 and says something in the labels of these names. A metric is 0 from the start, unless it exists only
+    `when_known`: of that one a 0 would claim something.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Metric:
     label: str = ""
     labels: Iterable[str] = ()
     told: tuple[str, ...] = ()
+    when_known: bool = False
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -189,7 +191,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("unnamed_weights", "gauge", "engines", "Engines after a reset, until a word for the weights: none shares."),
     Metric("open_plans", "gauge", "plans", "Plans prepared, committed or loading now."),
     Metric("leases_held", "gauge", "leases", "Leases that open plans hold now."),
-    _by_tier("tier_up", "gauge", "tiers", "Tiers in use: 1, or 0 if not there yet, or left alone after failures."),
+    Metric(
+        "tier_up",
+        "gauge",
+        "tiers",
+        "Tiers in use: 1, or 0 if not there yet, or left alone after failures; absent until the tier was asked.",
+        "tier",
+        when_known=True,
+    ),
     _by_tier("held_blocks", "gauge", "blocks", "Blocks that the tier holds now."),
     _by_tier("capacity_blocks", "gauge", "blocks", "Blocks that the tier can hold."),
     _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store says it holds, others' included."),
@@ -290,7 +299,8 @@ class Metrics:
                         self._times.setdefault(key, _Times.of(*key))
                     else:
                         name = self._keys[metric.kind][key] = series(*key)
-                        self._values.setdefault(name, 0)
+                        if not metric.when_known:
+                            self._values.setdefault(name, 0)
 
     def tell(self, name: str, *labels: str) -> None:
         """Set a gauge that is 1 and says something in its labels."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from servers.redis_server import free_ports, program
 
@@ -34,6 +36,35 @@ def promtool(*words: str, page: str = "") -> subprocess.CompletedProcess[str]:
     """What Prometheus' own checker says."""
     command = [program("promtool", PACKAGE), *words]
     return subprocess.run(command, input=page, capture_output=True, text=True, timeout=60)
+
+
+def judge_rules(directory: Path, page: str, rules: Path, firing: Iterable[tuple[str, str]]) -> str:
+    """What Prometheus' own test of rules finds wrong; "" if these alerts fire, each by its name and tier, and no other.
+
+    A server's metrics page is scraped for five simulated minutes, in which nothing on it changes.
+    """
+    families = text_string_to_metric_families(page)
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("vllm:")]
+    scraped = {
+        f"{each.name}{{{','.join(f'{name}={json.dumps(text)}' for name, text in each.labels.items())}}}": each.value
+        for each in samples
+        if "le" not in each.labels
+    }
+    fired = [{"labels": f'{{alertname="{name}",tier="{tier}"}}', "value": 1} for name, tier in firing]
+    asked = {
+        "expr": 'count by (alertname, tier) (ALERTS{alertstate="firing"})',
+        "eval_time": "5m",
+        "exp_samples": fired,
+    }
+    test = {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": f"{value:f}x20"} for name, value in scraped.items()],
+        "promql_expr_test": [asked],
+    }
+    document = {"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": [test]}
+    (path := directory / "rules_test.yml").write_text(json.dumps(document))
+    said = promtool("test", "rules", str(path))
+    return said.stdout + said.stderr if said.returncode else ""
 
 
 class PrometheusServer:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from dictionary_tier import DictionaryTier, Records
 from kvpact.cache import status_socket
 from kvpact.cache.status import EngineStatus, status_of
 from kvpact.cache.status_socket import StatusSocket, answers
 from kvpact.errors import DataError
 from kvpact.metrics import MEMORY, series
-from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
+from kvpact.tiers.executor import TierExecutor
+from kvpact_command import KVPACT
+from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, open_disk, tokens, until
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +102,71 @@ def test_a_folder_of_another_kind_costs_one_line(home: Path, caplog: pytest.LogC
     assert answers() == []
 
 
+def test_h119_what_is_only_named_like_a_socket_hides_no_engine_and_stays(
+    home: Path, listen: Callable[[bytes], StatusSocket]
+) -> None:
+    """A folder, a file and a link to nothing stand before and behind the engines' sockets."""
+    listen(b"first")
+    strange = [home / f"{place}-{kind}.sock" for place in ("!", "z") for kind in ("folder", "file", "link")]
+    for path in strange:
+        if "folder" in path.name:
+            path.mkdir()
+        elif "file" in path.name:
+            path.write_text("mine")
+        else:
+            path.symlink_to("nothing")
+    listen(b"second")
+    assert sorted(said for _, said in answers()) == [b"first", b"second"]
+    assert all(path.is_symlink() or path.exists() for path in strange)
+
+
+def test_h119_an_engine_that_is_stopped_keeps_neither_a_new_one_nor_the_answers_of_others(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = (
+        "import sys; from kvpact.cache.status_socket import StatusSocket; StatusSocket(lambda: b'x'); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", use], stdin=subprocess.PIPE) as stopped:
+        until(lambda: bool(answers()), 60.0)
+        stopped.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(status_socket, "ANSWER_SECONDS", 1000.0)  # nobody waits for it
+        engine = StatusSocket(lambda: b"well")
+        try:
+            until(lambda: len(list(home.glob("*.sock"))) == 2)
+            monkeypatch.setattr(status_socket, "ANSWER_SECONDS", 0.3)
+            assert sorted(said for _, said in answers()) == [b"", b"well"]
+        finally:
+            stopped.kill()
+            engine.close()
+
+
+def test_h119_on_a_read_only_root_the_one_place_that_can_be_written_is_used(tmp_path: Path) -> None:
+    """And where there is none, one line says what to set."""
+    (runtime := tmp_path / "runtime").mkdir()
+    places = (
+        "for place in /tmp /var/tmp /usr/tmp /; do mount --bind $place $place && mount -o remount,ro,bind $place; done"
+    )
+    mounts = f"{places} 2>/dev/null; mount -t tmpfs none {runtime}; cd /; exec"
+    listens = (
+        "from kvpact.cache.status_socket import StatusSocket, answers\n"
+        "engine = StatusSocket(lambda: b'well')\n"
+        "while not (found := answers()): pass\n"
+        "print(found); engine.close()"
+    )
+
+    def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        inside = ["unshare", "-m", "--propagation", "private", "sh", "-c", f'{mounts} "$@"', "sh", *command]
+        known = {name: text for name, text in os.environ.items() if name not in ("TMPDIR", "TEMP", "TMP")}
+        return subprocess.run(inside, env=known | environment, capture_output=True, text=True, timeout=60)
+
+    told = run(sys.executable, "-c", listens, XDG_RUNTIME_DIR=str(runtime))
+    assert "b'well'" in told.stdout, told.stderr
+    refused = run(str(KVPACT), "status", XDG_RUNTIME_DIR="")
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "set XDG_RUNTIME_DIR to one that this user may write" in line
+
+
 def test_an_error_while_telling_costs_one_line_and_the_next_caller_is_answered(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +202,54 @@ def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) ->
     assert found.metrics[series("held_blocks", MEMORY)] == 4
     assert [tier.trouble for tier in found.tiers] == [""]
     assert (found.prompts.requests, found.prompts.tokens) == (1, 17)
+
+
+def test_whatever_the_engine_does_meanwhile_its_status_is_told() -> None:
+    """The socket's thread walks over what the scheduler's changes: here once between each two lines of the walk.
+
+    A tier opens late, and a request uses tokens of it, the first that anybody does.
+    """
+    records: Records = {}
+    scene = with_tier(Scene(), records)
+    scene.run_cold(SceneRequest("cold", tokens(17)))
+    scene.settle_tiers()
+    scene.close()
+    lines = 0
+    while told_while_engine_works(records, lines) >= lines:
+        lines += 1
+    assert lines > 40
+
+
+def with_tier(scene: Scene, records: Records) -> Scene:
+    """The scene with a late tier over these records."""
+    scene.cache.open_tiers([TierExecutor(DictionaryTier(NAMESPACE, PAGE, 64, records), 1, 1 << 20)])
+    return scene
+
+
+def told_while_engine_works(records: Records, line: int) -> int:
+    """Make a status; before this line of the walk the engine works. Returns the number of lines."""
+    scene, seen, folder = Scene(), count(), str(Path(status_socket.__file__).parent)
+    request = SceneRequest("warm", tokens(17))
+
+    def between_lines(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line" and next(seen) == line:
+            sys.settrace(None)
+            scene.load(request, with_tier(scene, records).prepare(request))
+            sys.settrace(between_lines)
+        return between_lines
+
+    sys.settrace(between_lines)
+    try:
+        found = status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE)
+    finally:
+        sys.settrace(None)
+    assert found.metrics["used_tokens"] in (0, 16)
+    found = status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE)
+    assert found.metrics.get(series("used_tokens_from", "dictionary"), 0) == found.metrics["used_tokens"]
+    scene.close()
+    return next(seen) - 1
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,20 @@ def test_a_tier_that_one_engine_does_without_is_down(serve: Callable[[str], str]
     assert "to change       bring back store, which is down: " in result.stdout
 
 
+def test_h128_a_tier_that_no_engine_has_asked_yet_is_not_down(serve: Callable[[str], str]) -> None:
+    """A server's page before its first request: the tiers' counters are there, and nothing of their health."""
+    idle = [line for line in PAGE.splitlines() if "tier_up" not in line and 'engine="0"' in line]
+    page = "\n".join([*idle, 'vllm:kvpact_capacity_blocks{engine="0",model_name="m",tier="store"} 0.0'])
+    result = kvpact("status", serve(typed(page)))
+    assert result.exit_code == 0, result.output
+    assert "DOWN" not in result.stdout
+    assert " by store         0.0%, 140 writes dropped, not asked yet\n" in result.stdout
+    asked = f'{page}\nvllm:kvpact_tier_up{{engine="1",model_name="m",tier="store"}} 1.0'
+    result = kvpact("status", serve(typed(asked)))
+    assert result.exit_code == 0, "one of two engines has asked it"
+    assert "not asked yet" not in result.stdout
+
+
 def test_counts_of_other_releases_are_0_where_they_are_missing(serve: Callable[[str], str]) -> None:
     url = serve(typed(OLD + 'vllm:kvpact_lookups_total{engine="0"} 0.0\n'))
     (engine,) = json.loads(kvpact("status", url, "--json").stdout)["engines"]

@@ -646,3 +646,19 @@ def test_verify_counts_what_no_lookup_reaches(tmp_path: Path) -> None:
     assert tier.leading(KEYS) == 2 == tier.capacity().blocks
     tier.close()
     assert verify_slab(slab_path(tmp_path)).records == 2
+
+
+@pytest.mark.parametrize("name", ["!.slab", "!.new", "!.model", "!.newcomer", "!.refuted"])
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_h119_what_is_only_named_like_a_file_of_ours_costs_nothing_and_stays(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    strange = tmp_path / OWN_FOLDER / name
+    strange.parent.mkdir(mode=0o700)
+    if kind == "folder":
+        strange.mkdir()
+    else:
+        strange.symlink_to("nothing")
+    store(open_tier(tmp_path), KEYS)
+    assert [path for path in strange.parent.glob("*.slab") if path != strange]
+    assert kind == "link" or strange.is_dir()

@@ -6,27 +6,35 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from documents import ROOT
 from engines import BLOCK, prompt
 from kvpact_command import KVPACT, kvpact, own_sockets
 from kvpact_testkit.demo.engine import CORES, one_core_each
 from servers.http_server import Server
-from servers.redis_server import RedisServer, redis_server
+from servers.prometheus_server import judge_rules, prometheus_server
+from servers.redis_server import RedisServer, free_ports, redis_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 ROUNDS, REQUESTS, CLIENTS = 5, 100, 6
 """Before each round but the first the engine's own prefix cache is emptied."""
+
+ALERTS = ROOT / "deploy" / "prometheus-alerts.yml"
 
 PREFIXES = [prompt(7_000 + number, 2, tail=0) for number in range(12)]
 """24 blocks, of which kvpact's memory holds some, and the store the others."""
@@ -38,11 +46,24 @@ def store(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
+@contextmanager
+def served(directory: Path, page: str) -> Iterator[str]:
+    """The address of a server with this metrics page."""
+    (site := directory / "site").mkdir()
+    (site / "metrics").write_text(page)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(site)))
+    threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
-def server(store: RedisServer, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Started as a user does it, with a shared tier; its socket is where this process looks for sockets."""
+def start(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
+    """Starts a server with these tiers as a user does it; its socket is where this process looks for sockets."""
     own_sockets(tmp_path, monkeypatch)
-    tier = f"redis://{store.address}/0"
     options = [
         "--served-model-name=tiny", "--dtype=float32", "--enforce-eager", "--max-model-len=512",
         "--kv-cache-memory-bytes=67108864", f"--max-num-seqs={CLIENTS}", "--enable-prompt-tokens-details",
@@ -54,9 +75,14 @@ def server(store: RedisServer, tiny_model: Path, tmp_path: Path, monkeypatch: py
         "VLLM_SERVER_DEV_MODE": "1",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",
     }
-    command = [str(KVPACT), "serve", str(tiny_model), "--memory", "16MiB", "--tier", tier, *options]
-    with Server(command, tmp_path / "server.log", environment) as started:
-        yield started.wait_ready()
+    with ExitStack() as servers:
+
+        def serve(*tiers: str) -> Server:
+            command = [str(KVPACT), "serve", str(tiny_model), "--memory", "16MiB", *options]
+            command += [f"--tier={tier}" for tier in tiers]
+            return servers.enter_context(Server(command, tmp_path / "server.log", environment)).wait_ready()
+
+        yield serve
 
 
 def ask(server: Server, tokens: list[int]) -> tuple[str, int, int]:
@@ -97,8 +123,47 @@ def has_counted(arguments: tuple[str, ...], tokens: int) -> bool:
     return bool(status(*arguments)[1]["prompts"]["tokens"] >= tokens)
 
 
+def test_h128_a_healthy_engine_that_nobody_has_asked_is_not_down_and_one_whose_tier_is_away_says_so(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """By the commands that a user types, and by the shipped alerts over the page of five minutes without a request."""
+    (away,) = free_ports(1)
+    (near := tmp_path / "near").mkdir()
+    server = start(f"disk://{near}?capacity=64MiB", f"redis://127.0.0.1:{away}")
+    page = f"http://127.0.0.1:{server.port}"
+    once(lambda: "DOWN" in kvpact("status", page).stdout)
+    for arguments in ((page,), ()):
+        told = kvpact("status", *arguments)
+        assert told.exit_code == 1, "the redis server is away"
+        (disk,) = [line for line in told.stdout.splitlines() if line.startswith(" by disk")]
+        assert disk.endswith(", not asked yet"), arguments
+        assert "to change       bring back redis, which is down: " in told.stdout
+    healths = [
+        {name: value for name, value in status(*arguments)[1]["metrics"].items() if "tier_up" in name}
+        for arguments in ((page,), ())
+    ]
+    assert healths == [{'tier_up{tier="memory"}': 1, 'tier_up{tier="redis"}': 0}] * 2
+    scraped = urlopen(f"{page}/metrics", timeout=20).read().decode()
+    assert judge_rules(tmp_path, scraped, ALERTS, [("KvpactTierDown", "redis")]) == ""
+    healthy = "\n".join(line for line in scraped.splitlines() if 'tier="redis"' not in line)
+    assert judge_rules(tmp_path, healthy, ALERTS, []) == ""
+    with served(tmp_path, healthy) as url:
+        assert kvpact("status", url).exit_code == 0, "an engine with the other tier alone"
+    ask(server, prompt(1, 2))
+    once(lambda: "not asked yet" not in kvpact("status", page).stdout)
+    for arguments in ((page,), ()):
+        assert "not asked yet" not in kvpact("status", *arguments).stdout
+    with prometheus_server(tmp_path / "prometheus", f"127.0.0.1:{server.port}", ALERTS) as prometheus:
+        once(lambda: bool(prometheus.query("ALERTS")))
+        found = [(labels["alertname"], labels["tier"]) for labels, _ in prometheus.query("ALERTS")]
+    assert found == [("KvpactTierDown", "redis")], "pending: the rule waits for two minutes"
+
+
 @pytest.mark.proof
-def test_the_share_that_status_shows_is_what_the_clients_have_counted(server: Server, store: RedisServer) -> None:
+def test_the_share_that_status_shows_is_what_the_clients_have_counted(
+    start: Callable[..., Server], store: RedisServer
+) -> None:
+    server = start(f"redis://{store.address}/0")
     page, answers = f"http://127.0.0.1:{server.port}", list[tuple[str, int, int]]()
     with ThreadPoolExecutor(CLIENTS) as clients:
         for number in range(ROUNDS):

@@ -178,6 +178,7 @@ def test_h39_files_that_cannot_be_read_later_cost_the_tiers_and_one_message(
     (error,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert "set `model_id` in kv_connector_extra_config" in error
     assert not (tmp_path / "slabs").exists()
+    assert engine.counts['tier_up{tier="disk"}'] == 0, "it will not come"
 
 
 def test_h39_files_that_change_after_the_start_cost_the_tiers_and_one_message(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,38 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from kvpact.cache.status import EngineStatus, status_of
 from kvpact.metrics import MOST_SAMPLES, STEP_SECONDS, Metrics, MissReason
 from kvpact.vllm.stats import INTERVAL_SECONDS, PATIENCE_SECONDS, PactPromMetrics, PactStats, StatsCollector
-from vllm_played_engine import PlayedEngine, make_prompt
+from servers.redis_server import free_ports
+from vllm_played_engine import BLOCK, PlayedEngine, make_prompt
+
+
+def heard_by_the_page(engine: PlayedEngine) -> PactStats:
+    """What vLLM hands over to its metrics page from now on."""
+    shown, update = PactStats(), engine.scheduler.update_from_output
+
+    def update_and_listen(scheduled: Any, output: Any) -> Any:
+        results = update(scheduled, output)
+        for outputs in results.values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                shown.aggregate(PactStats(data=outputs.scheduler_stats.kv_connector_stats))
+        return results
+
+    engine.scheduler.update_from_output = update_and_listen
+    return shown
+
+
+def on_the_socket(engine: PlayedEngine) -> EngineStatus:
+    """What the engine says of itself to `kvpact status`."""
+    mounted = engine.connector.scheduler_side.mounted
+    assert mounted is not None
+    return status_of(mounted.own, engine.connector.metrics, "m", BLOCK)
+
+
+def healths(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The tiers' health, by series."""
+    return {name: value for name, value in metrics.items() if name.startswith("tier_up")}
 
 
 def test_counts_are_handed_over_once_and_at_most_once_an_interval() -> None:
@@ -93,20 +124,32 @@ def test_h115_before_the_engine_rests_all_counts_are_handed_over_in_one_more_ste
     assert last.data["lookups"] == 1
 
 
+def test_h128_of_a_tier_that_was_not_asked_nothing_is_claimed_and_of_one_that_is_away_that_it_is(
+    tmp_path: Path,
+) -> None:
+    """An idle engine tells its page once, before its first request; its socket says the same."""
+    (away,) = free_ports(1)
+    near = f"disk://{tmp_path}/near?capacity=64MiB"
+    (tmp_path / "near").mkdir()
+    never = "s3://bucket?endpoint=ftp://x"
+    engine = PlayedEngine(tmp_path, tiers=[near, f"redis://127.0.0.1:{away}", never])
+    told = heard_by_the_page(engine)
+    engine.run()
+    assert not engine.scheduler.has_requests()
+    known = {'tier_up{tier="memory"}': 1, 'tier_up{tier="redis"}': 0, 'tier_up{tier="object"}': 0}
+    assert healths(told.data) == healths(on_the_socket(engine).metrics) == known
+    troubles = {tier.name: bool(tier.trouble) for tier in on_the_socket(engine).tiers}
+    assert troubles == {"disk": False, "redis": True, "object": True}
+    engine.generate(make_prompt(0, 3))
+    assert healths(told.data) == healths(on_the_socket(engine).metrics)
+    assert healths(told.data)['tier_up{tier="disk"}'] == 1
+    engine.close()
+
+
 def test_h115_after_a_burst_an_idle_engines_metrics_show_all_of_it(tmp_path: Path) -> None:
     """The burst takes a part of the second for which vLLM gets counts once; then there is no step until a request."""
     engine = PlayedEngine(tmp_path)
-    shown = PactStats()
-    update = engine.scheduler.update_from_output
-
-    def update_and_listen(scheduled: Any, output: Any) -> Any:
-        results = update(scheduled, output)
-        for outputs in results.values():
-            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
-                shown.aggregate(PactStats(data=outputs.scheduler_stats.kv_connector_stats))
-        return results
-
-    engine.scheduler.update_from_output = update_and_listen
+    shown = heard_by_the_page(engine)
     for number in range(8):
         engine.generate(make_prompt(number, 3))
         assert shown.data["lookups"] == engine.counts["lookups"] == number + 1
@@ -143,7 +186,8 @@ def test_every_count_has_a_series_on_the_endpoint() -> None:
     metrics.observe("lookup_seconds", 0.003, "rack")
     metrics.observe("lookup_seconds", 0.2, "rack")
     metrics.tell("tier_info", "rack", "redis://***@two")
-    collector = StatsCollector(metrics.snapshot, lambda: 0.0, metrics.collect_samples)
+    now = count(step=INTERVAL_SECONDS)
+    collector = StatsCollector(metrics.snapshot, lambda: next(now), metrics.collect_samples)
     assert collector.collect() is None
     stats = collector.collect()
     assert stats is not None
@@ -152,7 +196,15 @@ def test_every_count_has_a_series_on_the_endpoint() -> None:
     assert 'vllm:kvpact_misses_total{engine="0",model_name="m",reason="no_room"} 4.0' in page
     assert 'vllm:kvpact_used_tokens_total{engine="0",model_name="m"} 128.0' in page
     assert 'vllm:kvpact_leases_held{engine="0",model_name="m"} 1.0' in page
-    assert 'vllm:kvpact_tier_up{engine="0",model_name="m",tier="disk"} 0.0' in page, "before anything is known of it"
+    assert "vllm:kvpact_tier_up{" not in page, "before anything is known of a tier"
+    metrics.set("tier_up", 0, "disk")
+    collector.collect()
+    known = collector.collect()
+    assert known is not None
+    prom.observe(known.data)
+    page = generate_latest(registry).decode()
+    assert 'vllm:kvpact_tier_up{engine="0",model_name="m",tier="disk"} 0.0' in page, "the first value, though it is 0"
+    assert page.count("vllm:kvpact_tier_up{") == 1
     assert 'vllm:kvpact_tier_info{engine="0",model_name="m",tier="rack",url="redis://***@two"} 1.0' in page
     assert 'vllm:kvpact_lookup_seconds_bucket{engine="0",le="0.005",model_name="m",tier="rack"} 1.0' in page
     assert 'vllm:kvpact_lookup_seconds_count{engine="0",model_name="m",tier="rack"} 2.0' in page

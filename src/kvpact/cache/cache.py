@@ -113,11 +113,15 @@ class PactCache(ExternalCache):
         self._planner = Planner(config, ledger, of_requests, finder, jobs, load_budget)
         saves.queue = self._planner.queue
         self._loads = Loads(requests, ledger, of_requests, jobs, saves, load_budget)
-        below.open(tiers)
+        self._open(tiers)
+
+    def _open(self, tiers: Sequence[TierExecutor]) -> None:
+        self.tiers.open(tiers)
+        self.ledger.totals.enter_tiers(client.name for client in self.tiers.clients)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
         """Use these tiers, which were not there from the start. What memory holds is written to them piece by piece."""
-        self.tiers.open(tiers)
+        self._open(tiers)
         self._begin_backlog()
 
     def use_awaited_tiers(self) -> None:

@@ -76,7 +76,7 @@ class LateTiers:
     _thread: threading.Thread | None = None
 
     def open(self) -> OpenTiers | None:
-        """The tiers, if little has to be read for them; None if `poll` returns them later, or never.
+        """The tiers, if little has to be read for them, and none if there can be none; None if `poll` has them later.
 
         Raises ConfigError if files that are needed cannot be read, with `require_tiers` if a tier cannot be used, and
         for a `write_queue` that no block fits in.
@@ -89,8 +89,7 @@ class LateTiers:
         except WeightsUnknown as error:
             if required:
                 raise ConfigError(f'"require_tiers": true, and there can be none: {error}; {SET_MODEL_ID}') from None
-            self._do_without(error)
-            return None
+            return self._do_without(error)
         except OSError as error:
             raise cannot_tell(error) from None
         if identity is not None:
@@ -147,10 +146,11 @@ class LateTiers:
         except ReadingStopped:
             pass
         except Exception as error:
-            self._do_without(error)
+            self._opened = self._do_without(error)
 
-    def _do_without(self, error: Exception) -> None:
+    def _do_without(self, error: Exception) -> OpenTiers:
         logger.error("kvpact: serving from memory only, without tiers: %s; restart, or %s", error, SET_MODEL_ID)
+        return OpenTiers(self._known, (), ())
 
     def _open_all(self, weights: str) -> OpenTiers:
         namespace = replace(self._known, fields={**self._known.fields, "weights": weights})

@@ -123,9 +123,12 @@ class MountedCache:
         )
 
     def _use(self, tiers: OpenTiers) -> None:
-        """Use these tiers of kvpact's own cache from now on."""
+        """Use these tiers of kvpact's own cache from now on; the others of the configuration are not there."""
         self.queues = tiers.queues
-        if self._config.match_at == "step" and self.own is not None:
+        for number, label in enumerate(tier_labels(self._config.tiers)):
+            if number not in tiers.numbers:
+                self._metrics.set("tier_up", 0, label)
+        if self._config.match_at == "step" and self.own is not None and tiers.queues:
             self.step_lookup = self.own
             shared = tuple((at, tiers.numbers[at]) for at in self.own.tiers.shared_tiers)
             namespace = tiers.namespace.describe()

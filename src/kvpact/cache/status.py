@@ -7,7 +7,7 @@ nothing here waits, and nothing is changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Final
 
 import msgspec
@@ -80,17 +80,20 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-def troubles_in(metrics: Mapping[str, float], engines: int = 1) -> dict[str, str]:
-    """What is wrong with each tier of so many engines, by their counts; memory is named only if something is."""
-    ups = {tier: metrics[series("tier_up", tier)] for tier in tiers_in(metrics, "tier_up") if tier != MEMORY}
-    found = {tier: "" if up >= engines else "the engine's log says why" for tier, up in ups.items()}
+def troubles_in(metrics: Mapping[str, float], down: Container[str]) -> dict[str, str]:
+    """What is wrong with each tier of an engine, by its counts; memory is named only if something is.
+
+    A tier that an engine does without is `down`; one that was not asked yet is not.
+    """
+    tiers = dict.fromkeys((*tiers_in(metrics), *tiers_in(metrics, "tier_up")))
+    found = {tier: "the engine's log says why" if tier in down else "" for tier in tiers if tier != MEMORY}
     return found | ({MEMORY: "a copy was wrong, so nothing is served"} if metrics.get("refuted_copies") else {})
 
 
 def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size: int) -> EngineStatus:
     """The status of an engine, with what kvpact's own cache knows if it has that.
 
-    The tiers' gauges are those that the scheduler's thread has set last.
+    The tiers' gauges are those that the scheduler's thread has set last, but for their health.
     """
     found = EngineStatus(pid=os.getpid(), model=model, block_size=block_size, metrics=metrics.snapshot())
     if cache is None:
@@ -98,8 +101,11 @@ def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size:
     found.metrics |= {series(name, label): total for name, total, label in cache.ledger.totals.counts()}
     found.metrics[series("held_blocks", MEMORY)] = cache.index.held_count
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
-    known = {client.name: client.trouble for client in list(cache.tiers.clients)}
-    found.tiers = [TierState(*tier) for tier in {**troubles_in(found.metrics), **known}.items()]
+    clients = list(cache.tiers.clients)
+    found.metrics |= {series("tier_up", each.name): int(not each.is_open) for each in clients if each.is_known}
+    known = {client.name: client.trouble for client in clients}
+    down = [tier for tier in tiers_in(found.metrics, "tier_up") if not found.metrics[series("tier_up", tier)]]
+    found.tiers = [TierState(*tier) for tier in {**troubles_in(found.metrics, down), **known}.items()]
     now = found.time = cache.tiers.clock()
     found.leases = [
         Lease(

@@ -12,8 +12,10 @@ import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,17 +32,25 @@ CLIENT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 10.0
 """Seconds that an engine may take to answer: its thread waits while the engine's own holds the interpreter."""
 
+MOST_ASKED: Final = 16
+"""Engines that are asked at once."""
+
 RETRY_SECONDS: Final = 0.2
 
 CLOSE_SECONDS: Final = 1.0
 """Seconds that a shutdown waits at most for the thread."""
 
 
+NO_PLACE: Final = "no folder is there for temporary files; set XDG_RUNTIME_DIR to one that this user may write"
+
+
 def places() -> list[tuple[Path, str]]:
     """Where sockets may be, the best place first: a folder of this user's own, by its parent and its name."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    own = [(Path(runtime), OWN_FOLDER)] if runtime and Path(runtime).is_dir() else []
-    return [*own, (Path(tempfile.gettempdir()), f"{OWN_FOLDER}-{os.geteuid()}")]
+    found = [(Path(runtime), OWN_FOLDER)] if os.path.isdir(runtime) else []
+    with suppress(OSError):  # on a root that is read-only there may be no folder for temporary files
+        found.append((Path(tempfile.gettempdir()), f"{OWN_FOLDER}-{os.geteuid()}"))
+    return found
 
 
 class StatusSocket:
@@ -62,12 +72,12 @@ class StatusSocket:
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        refused = ""
+        refused = NO_PLACE
         for parent, name in places():
             try:
                 with OwnFolder.make(parent, PRIVATE, name) as folder:
-                    for path, _ in _answers_in(folder):  # those of dead engines go
-                        logger.debug("kvpact: another engine answers on %s", path)
+                    for path in _sockets_in(folder):
+                        _ask(path, 0.0)  # those of dead engines go
                     self._listen(folder)
                 return
             except (OSError, NotOurs) as error:
@@ -107,26 +117,37 @@ class StatusSocket:
 def answers() -> list[tuple[str, bytes]]:
     """What each live engine of this user says, with the path of its socket; sockets of dead engines are removed.
 
-    One that does not answer in time says b"".
+    One that does not answer in time says b"". All are asked at once.
     """
     found: list[tuple[str, bytes]] = []
     for parent, name in places():
         with suppress(OSError, NotOurs), OwnFolder.again(parent, PRIVATE, name) as folder:
-            found += _answers_in(folder)
+            paths = _sockets_in(folder)
+            with ThreadPoolExecutor(MOST_ASKED) as threads:
+                told = [*threads.map(partial(_ask, seconds=ANSWER_SECONDS), paths)]
+            names = (str(folder.path / path.name) for path in paths)
+            found += [(name, said) for name, said in zip(names, told, strict=True) if said is not None]
     return found
 
 
-def _answers_in(folder: OwnFolder) -> Iterator[tuple[str, bytes]]:
-    for path in sorted(folder.held.glob("*.sock")):
-        said = b""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
-            asked.settimeout(ANSWER_SECONDS)
-            try:
-                asked.connect(str(path))
-                said = b"".join(iter(lambda: asked.recv(1 << 16), b""))
-            except ConnectionRefusedError:
+def _sockets_in(folder: OwnFolder) -> list[Path]:
+    return [path for path in sorted(folder.held.glob("*.sock")) if path.is_socket()]
+
+
+def _ask(path: Path, seconds: float) -> bytes | None:
+    """What an engine says within so many seconds, or b""; None, and its socket is removed, if it has ended.
+
+    To connect takes no time: the socket has a place for it, or refuses.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+        asked.settimeout(seconds)
+        try:
+            asked.connect(str(path))
+            return b"".join(iter(lambda: asked.recv(1 << 16), b"")) if seconds else b""
+        except (ConnectionRefusedError, FileNotFoundError):
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
-                continue
-            except OSError as error:
-                logger.debug("kvpact: %s: %s", path, reason_of(error))
-        yield str(folder.path / path.name), said
+            return None
+        except OSError as error:
+            logger.debug("kvpact: %s: %s", path, reason_of(error))
+            return b""

@@ -6,7 +6,7 @@ Owns the counts; the ledger adds to them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final, NamedTuple, TypeAlias
 
@@ -90,13 +90,19 @@ class Totals:
     leases_released: int = 0
     ended: Counter[EndReason] = field(default_factory=Counter)
     used_from: dict[str, int] = field(default_factory=lambda: {MEMORY: 0})
-    """Used tokens by the tier in which their blocks were found."""
+    """Used tokens by the tier in which their blocks were found. Of fixed size: other threads iterate over it."""
+
+    def enter_tiers(self, tiers: Iterable[str]) -> None:
+        """Count used tokens of these tiers from now on, too."""
+        self.used_from = dict.fromkeys((*self.used_from, *tiers), 0) | self.used_from
 
     def split_used(self, positions: RangeSet, sources: Sources, block_size: int) -> None:
         """Count tokens that were used. What `sources` say nothing of was found in memory."""
         for part in positions.ranges:
             for tier, tokens in found_in(part, sources, block_size):
-                self.used_from[tier] = self.used_from.get(tier, 0) + tokens
+                if tier not in self.used_from:
+                    self.enter_tiers((tier,))
+                self.used_from[tier] += tokens
 
     def counts(self) -> Iterator[tuple[str, int, str]]:
         """Arguments for `Metrics.raise_to`: name, total, label."""

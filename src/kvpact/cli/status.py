@@ -5,6 +5,7 @@ Asks a server's metrics page, or the sockets of this user's engines. Owns the wo
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from textwrap import wrap
@@ -16,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.records import Prompts, RequestRecord
 from kvpact.cache.status import EngineStatus, TierState, troubles_in
-from kvpact.cache.status_socket import answers, places
+from kvpact.cache.status_socket import NO_PLACE, answers, places
 from kvpact.cli.screen import age, console, print_json, table
-from kvpact.errors import DataError, KvpactError, reason_of
+from kvpact.errors import DataError, KvpactError, printable, reason_of
 from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, MissReason, explain_misses, series
 
 WIDTH: Final = 80
@@ -68,33 +69,36 @@ def _read_page(url: str) -> EngineStatus:
             families = [*text_string_to_metric_families(answer.read().decode())]
     except (OSError, ValueError) as error:
         raise KvpactError(f"{page} cannot be read: {reason_of(error)}; {right}") from None
-    found, engines = defaultdict[str, float](float), set[str]()
+    found, engines, down = defaultdict[str, float](float), set[str](), set[str]()
     for sample in (sample for family in families for sample in family.samples):
         name = sample.name.removeprefix(PREFIX).removesuffix("_total" if sample.name.startswith(PREFIX) else "")
         told = [f'{label}="{text}"' for label, text in sample.labels.items() if label not in ("engine", "model_name")]
         found[f"{name}{{{','.join(told)}}}" if told else name] += sample.value
         engines |= {sample.labels["engine"]} if name != sample.name else set()
+        down |= {sample.labels["tier"]} if name == "tier_up" and not sample.value else set()
     if not engines:
         raise KvpactError(f"{page} has no metrics of kvpact; start the server with `kvpact serve`, and ask it once")
     local = found[f'{BY_SOURCE}{{source="local_cache_hit"}}'] or found["vllm:prefix_cache_hits_total"]
     other = found[f'{BY_SOURCE}{{source="external_kv_transfer"}}'] or found["vllm:external_prefix_cache_hits_total"]
-    tiers = [TierState(*tier) for tier in troubles_in(found, len(engines)).items()]
+    tiers = [TierState(*tier) for tier in troubles_in(found, down).items()]
     prompts = Prompts(len(engines), *map(int, (found["vllm:prompt_tokens_total"], local, other)))
     return EngineStatus(pid=0, model=page, block_size=0, metrics=dict(found), tiers=tiers, prompts=prompts)
 
 
 def _engines() -> list[EngineStatus]:
-    """All engines of this user that answer. Raises KvpactError if none does."""
-    found, refused = [], ""
+    """All engines of this user that answer; of others a line says why. Raises KvpactError if none does."""
+    found, refused = list[EngineStatus](), list[str]()
     for path, said in answers():
         try:
             found.append(EngineStatus.parse(said))
         except DataError as error:
-            refused = f"{path}: {error}"
+            refused.append(f"{path}: {error}")
     if not found:
-        asked = " or ".join(str(parent / name) for parent, name in places())
+        asked = " or ".join(str(parent / name) for parent, name in places()) or f"any place: {NO_PLACE}"
         right = "give a server's address, or ask as its user, on its machine and in its container"
-        raise KvpactError(refused or f"no engine answers in {asked}; {right}")
+        raise KvpactError("; ".join(refused) or f"no engine answers in {asked}; {right}")
+    for line in refused:
+        print(f"kvpact: {printable(line)}", file=sys.stderr)
     return found
 
 
@@ -146,6 +150,8 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
         text = f"{share(tokens / max(1, whole))}" + (f", {held / room:.0%} of {room:,} blocks full" if room else "")
         for name, word in (("tier_failures", "failures"), ("dropped_writes", "writes dropped")):
             text += f", {count:,} {word}" if (count := _of(engine, name, source)) else ""
+        if source in troubles and series("tier_up", source) not in engine.metrics:
+            text += ", not asked yet"
         yield f" by {source}", text + (", DOWN" if troubles.get(source) else "")
     yield "prefill spared", f"{_of(engine, 'spared_prefill_seconds'):,} s"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})

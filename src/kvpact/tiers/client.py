@@ -119,6 +119,7 @@ class TierClient:
         self._metrics = metrics
         self._reads_find_out = reads_find_out
         self._lookups, self._reads = Breaker(), Breaker()
+        self._was_asked = False
         self._was_open = False
         """Whether people were told last that it is left alone."""
         self._stuck = False
@@ -165,6 +166,11 @@ class TierClient:
     def is_open(self) -> bool:
         """Whether the tier is not asked, except for a try now and then."""
         return self._lookups.is_open or self._reads.is_open or self._is_out
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was asked, or cannot be: before that, `is_open` says nothing of its health."""
+        return self._was_asked or self.is_open
 
     @property
     def trouble(self) -> str:
@@ -249,6 +255,7 @@ class TierClient:
         return isinstance(done, GetDone) and not any(done.each) and not may_miss
 
     def _fail(self, breaker: Breaker, now: float) -> None:
+        self._was_asked = True
         if self._metrics is not None:
             self._metrics.add("tier_failures", label=self.name)
         if breaker.failed(now) and breaker is self._reads:
@@ -283,6 +290,7 @@ class TierClient:
             return nothing
         try:
             held = checked_answers(self.tier.lookup(keys), len(keys))
+            self._was_asked = True
         except Exception as error:
             self._warn_once("lookup", error)
             self._fail(self._reads, now)
@@ -295,7 +303,9 @@ class TierClient:
         if not self.may_read(now):
             return 0
         try:
-            return checked_count(question(keys), len(keys))
+            count = checked_count(question(keys), len(keys))
+            self._was_asked = True
+            return count
         except Exception as error:
             self._warn_once("lookup", error)
             self._fail(self._reads, now)
@@ -377,6 +387,7 @@ class TierClient:
                 yield done
 
     def _note(self, done: LookupDone | GetDone | PutDone, now: float) -> None:
+        self._was_asked |= done.seconds > 0
         if isinstance(done, LookupDone):
             self._record_result(self._lookups, done, now)
             if done.ok and done.seconds:
@@ -445,7 +456,8 @@ class TierClient:
 def observe_tier(metrics: Gauges, client: TierClient, block_bytes: int) -> None:
     """Update a tier's gauges and totals."""
     name, capacity, counts, is_open = client.name, client.capacity(), client.counts(), int(client.is_open)
-    metrics.set("tier_up", 1 - is_open, name)
+    if client.is_known:
+        metrics.set("tier_up", 1 - is_open, name)
     metrics.set("open_breakers", is_open, name)
     metrics.set("capacity_blocks", capacity.capacity_bytes // block_bytes, name)
     metrics.set("held_blocks", capacity.blocks, name)

@@ -115,6 +115,7 @@ class SchedulerSide:
         self.mounted = self._mount(hellos)
         require_groups(self.mounted.cache, self._groups)
         self._stats = StatsCollector(self.mounted.observe, collect_samples=self._metrics.collect_samples)
+        self._stats.is_behind = True  # its page hears of the tiers before the first request, also of one that is away
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
         self.mounted.listen(str(self._vllm_config.model_config.model))

@@ -132,7 +132,7 @@ class StatsCollector:
         changed = {
             name: value if kind == "gauge" else value - self._last.get(name, 0)
             for name, value in shot.items()
-            if value != self._last.get(name, 0) and (kind := _kind_of(name))
+            if value != self._last.get(name) and (kind := _kind_of(name))
         }
         self._last = shot
         return PactStats(data={**changed, **self._collect_samples()}) if changed else None
@@ -141,7 +141,8 @@ class StatsCollector:
 class PactPromMetrics(KVConnectorPromMetrics):
     """Every metric of `kvpact.metrics` as `vllm:kvpact_<name>`, one series per engine and label value.
 
-    Those of configured tiers are there from the start; what an engine tells in labels comes with its first counts.
+    Those of configured tiers are there from the start; what an engine tells in labels, and what exists only
+    `when_known`, comes with its first counts.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class PactPromMetrics(KVConnectorPromMetrics):
                 **beside.get(metric.kind, {}),
             )
             for engine in per_engine_labelvalues:
-                for label in metric.label_values(tiers):
+                for label in () if metric.when_known else metric.label_values(tiers):
                     self._recorder(engine, series(metric.name, label) if metric.label else metric.name)
 
     def _recorder(self, engine: int, name: str) -> Callable[[float], None] | None:

@@ -324,7 +324,7 @@ class Slab(SlabReader):
         The directory must be locked: unfinished files of others are removed.
         """
         for left in path.parent.glob(f"*{_UNFINISHED_SUFFIX}"):
-            with suppress(OSError):  # gone, or somebody else's that stays
+            with suppress(OSError):  # gone, or somebody else's, or what only has such a name
                 left.unlink()
         unfinished = path.with_suffix(_UNFINISHED_SUFFIX)
         descriptor = access.create(unfinished, os.O_RDWR)

@@ -58,10 +58,13 @@ class TierStats:
         observe_tier(self._metrics, self._client, self._row_bytes)
         label, shot, stats = self._client.name, self._metrics.snapshot(), OffloadingConnectorStats()
         for metric in TOLD:
-            name, value = series(metric.name, label), shot[series(metric.name, label)]
-            change = value - self._last.get(name, 0)
-            tell = stats.set_gauge if metric.kind == "gauge" else stats.increase_counter
-            if change:
-                tell(f"{PREFIX}{metric.name}", value if metric.kind == "gauge" else change, (label,))
+            name = series(metric.name, label)
+            if name not in shot or shot[name] == self._last.get(name, None if metric.when_known else 0):
+                continue
+            value, full = shot[name], f"{PREFIX}{metric.name}"
+            if metric.kind == "gauge":
+                stats.set_gauge(full, value, (label,))
+            else:
+                stats.increase_counter(full, value - self._last.get(name, 0), (label,))
             self._last[name] = value
         return stats
