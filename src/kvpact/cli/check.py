@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +19,14 @@ from kvpact.cli.screen import BAD, busy, console
 from kvpact.cli.serve import COMMAND_LINE, what_copies
 from kvpact.cli.stores import WORKS, probe
 from kvpact.cli.transfer_config import refuse_secrets_of_the_command_line
-from kvpact.cli.vllm_command import answer_for_vllm, refuse_offloading
+from kvpact.cli.vllm_command import installed_release
 from kvpact.config import KvpactConfig, check_cache, load_with_variables
 from kvpact.errors import ConfigError, DataError
 from kvpact.memory.limits import available_memory_bytes
 from kvpact.tiers.registry import load_seal
 from kvpact.units import format_size
 from kvpact.vllm.compat.platforms import OFFLOADING
-from kvpact.vllm.compat.releases import SERIES, is_known, refuse_older
+from kvpact.vllm.compat.releases import SERIES, is_known
 
 
 class Finding(NamedTuple):
@@ -81,12 +81,8 @@ def _findings(
 
 
 def _vllm(through: str) -> Finding:
-    answer_for_vllm()
     try:
-        version = distribution("vllm").version
-        refuse_older(version)
-        if through == OFFLOADING:
-            refuse_offloading(version)
+        version = installed_release(through)
     except PackageNotFoundError:
         return Finding(False, "vLLM", f"is not installed beside kvpact: install one of {SERIES[0]} to {SERIES[-1]}")
     except ConfigError as error:

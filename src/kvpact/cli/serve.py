@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
@@ -19,6 +20,7 @@ from kvpact.cli import vllm_command
 from kvpact.cli.offloading import offloading_json
 from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config, load_with_variables
 from kvpact.errors import ConfigError
+from kvpact.memory.limits import require_possible
 from kvpact.vllm.compat.platforms import OFFLOADING, OUR_CLASSES
 
 COMMAND_LINE: Final = "the command line"
@@ -95,6 +97,9 @@ def serve_model(
         connector = ours.to_connector_json(without=ours.secret_keys())
     if "tiers" in ours.secret_keys():
         environment[f"{ENVIRONMENT_PREFIX}TIERS"] = " ".join(tier.url for tier in ours.tiers)
+    require_possible(config.memory)
+    with suppress(PackageNotFoundError):  # vLLM's own sources, without a distribution: it is asked once it is imported
+        vllm_command.installed_release(through)
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *options, *vllm_arguments]
     sys.stdout.flush()
     print(what_copies(config.gpu, through=through), file=sys.stderr, flush=True)
