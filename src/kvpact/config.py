@@ -40,6 +40,13 @@ NO_TIERS: Final = 'tiers, and "match_at": "step", which asks them, belong to kvp
 """What a user with another author's cache is told."""
 
 
+CANNOT_BE_USED: Final = (
+    '"require_tiers": true, and {} cannot be used: {}; mend that, or leave "require_tiers" out, and the engine serves '
+    "without the tier until it can be used"
+)
+"""The refusal of a tier and the reason."""
+
+
 def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f'a list of tier URLs is needed, such as ["{SCHEMES["disk"].example}"]')

@@ -215,8 +215,8 @@ def test_serve_becomes_the_command_that_the_readme_shows(fake_vllm: Path) -> Non
     """Its two ways to start are one: the same four options."""
     (ours,) = (line for line in block_with("README.md", "kvpact serve").text.splitlines() if line.startswith("kvpact"))
     expanded = block_with("README.md", "vllm serve MODEL").text.replace("\\\n", " ")
-    argv, _ = serve(fake_vllm, *shlex.split(ours)[2:])
-    assert ["vllm", *argv] == shlex.split(expanded)
+    argv, _ = serve(fake_vllm, *shlex.split(os.path.expandvars(ours))[2:])
+    assert ["vllm", *argv] == [os.path.expandvars(word) for word in shlex.split(expanded)]
 
 
 def test_serve_leaves_what_stands_behind_two_dashes_to_vllm(fake_vllm: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvpact.border import json_object
 from kvpact.cli.offloading import offloading_json
 from kvpact.cli.screen import BAD, busy, console
 from kvpact.cli.serve import COMMAND_LINE, what_copies
-from kvpact.cli.stores import WORKS, probe
+from kvpact.cli.stores import probe_all
 from kvpact.cli.transfer_config import refuse_secrets_of_the_command_line
 from kvpact.cli.vllm_command import installed_release
 from kvpact.config import KvpactConfig, check_cache, load_with_variables
@@ -73,9 +73,8 @@ def _findings(
     yield Finding(enough, "memory", f"{format_size(config.memory)} wanted, {format_size(room)} free{limit}")
     copies = what_copies(config.gpu, through=through).removeprefix("kvpact: ")
     yield Finding(config.gpu != "off" or copies.startswith("no "), "GPU", copies)
-    for url in config.tiers:
-        state = probe(url)["state"]
-        yield Finding(state == WORKS, f"tier {url}", state)
+    for row in probe_all(config.tiers):
+        yield Finding(row["usable"], f"tier {row['tier']}", row["state"])
     if model:
         yield _model(model, config)
 
