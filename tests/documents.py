@@ -29,6 +29,7 @@ NOT_CODE: Final = ("text", "mermaid", "json", "diff", "promql", "yaml")
 PLACEHOLDERS: Final = (
     "MODEL",
     "disk:///var/cache/kvpact?capacity=200GiB",
+    "disk://$HOME/kvpact?capacity=200GiB",
     "/var/cache/kvpact",
     "redis://user:password@cache:6379/0",
     "redis://cache:6379/0",

@@ -60,11 +60,21 @@ def open_place() -> Iterator[Path]:
         yield place
 
 
-def as_user(user: int, program: str, place: Path, *, groups: tuple[int, ...] = (), umask: int = 0o022) -> object:
+def as_user(
+    user: int, program: str, place: Path, *, groups: tuple[int, ...] = (), umask: int = 0o022, imports: str = ""
+) -> object:
     """What a Python program prints, as JSON, when this user runs it; it knows `place` and `attempt`."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
-        [sys.executable, "-c", _BEGIN + program, str(user), ",".join(map(str, groups)), f"{umask:o}", str(place)],
+        [
+            sys.executable,
+            "-c",
+            imports + _BEGIN + program,
+            str(user),
+            ",".join(map(str, groups)),
+            f"{umask:o}",
+            str(place),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

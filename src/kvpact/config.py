@@ -9,14 +9,15 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
-from kvpact.errors import ConfigError
+from kvpact.errors import ConfigError, reason_of
 from kvpact.tiers.backends import MEMORY, SCHEMES
 from kvpact.tiers.urls import TierURL, nearest, parse_tier_url, redact
 from kvpact.units import parse_duration, parse_size
@@ -37,6 +38,13 @@ REPLACED_KEYS: Final = {
 
 NO_TIERS: Final = 'tiers, and "match_at": "step", which asks them, belong to kvpact\'s own cache; leave them out'
 """What a user with another author's cache is told."""
+
+
+CANNOT_BE_USED: Final = (
+    '"require_tiers": true, and {} cannot be used: {}; mend that, or leave "require_tiers" out, and the engine serves '
+    "without the tier until it can be used"
+)
+"""The refusal of a tier and the reason."""
 
 
 def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
@@ -179,6 +187,22 @@ def check_cache(config: KvpactConfig) -> None:
     """Raise ConfigError for settings that exclude another author's cache."""
     if config.cache is not None and (config.tiers or config.match_at == "step"):
         raise ConfigError(f'"cache": "{config.cache}" excludes other settings: {NO_TIERS}')
+
+
+def find_factory(name: str) -> Callable[..., object]:
+    """The class or function of "module:name" that makes a cache, imported. Raises ConfigError if there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(import_module(module), attribute)
+    except Exception as error:  # another author's module
+        raise ConfigError(
+            f'"cache": "{name}" cannot be loaded: {reason_of(error)}; name a module that the engine\'s Python can '
+            "import, and a class or function in it"
+        ) from error
+    if not callable(factory):
+        raise ConfigError(f'"cache": "{name}" is a {type(factory).__name__}; a class or function is needed')
+    made: Callable[..., object] = factory
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,16 +147,8 @@ class OwnFolder:
             NotOurs: the folder is another user's or a link, or cannot be made.
         """
         _make_named(parent)
-        path = parent / name
-        try:
-            with suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-        except OSError as error:
-            if error.errno in _DENIED:
-                raise NotOurs(
-                    f"{parent} cannot be written by user {os.geteuid()}; give this user the right to"
-                ) from None
-            raise NotOurs(f"cannot create {path}: {error.strerror}") from None
+        with suppress(FileExistsError):
+            _make_folder(parent / name, parent / name)
         return cls.again(parent, access, name)
 
     @classmethod
@@ -341,6 +333,33 @@ def _make_named(path: Path) -> None:
         raise NotOurs(f"{path.parent} does not exist; create it, or correct the path {path}") from None
     except OSError as error:
         raise NotOurs(f"cannot create {path}: {error.strerror}") from None
+
+
+def _make_folder(path: Path, wanted: Path) -> None:
+    """Make a folder; messages name the `wanted` one. Raises NotOurs and FileExistsError."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno in _DENIED:
+            raise NotOurs(
+                f"{path.parent} cannot be written by user {os.geteuid()}; give this user the right to"
+            ) from None
+        raise NotOurs(f"cannot create {wanted}: {error.strerror}; name another directory") from None
+
+
+def require_makeable(wanted: Path) -> None:
+    """Raise NotOurs if `wanted` cannot be made, or a folder in it if it is there.
+
+    Tried with a folder of another name, which is removed at once: whoever only asks makes nothing that stays.
+    """
+    place = wanted if os.path.lexists(wanted) else wanted.parent
+    if not place.is_dir():
+        raise NotOurs(f"{place} is not a directory" if os.path.lexists(place) else f"there is no directory {place}")
+    probe = place / f".{OWN_FOLDER}-{secrets.token_hex(8)}"
+    _make_folder(probe, wanted)
+    os.rmdir(probe)
 
 
 def _open_path(path: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hub_cache import add_commit
-from kvpact.cli import check
+from kvpact.cli import check, vllm_command
 from kvpact.cli.check import kv_bytes_per_token
 from kvpact_command import KVPACT, beside, fake_vllm_in, kvpact, refusal, without_settings
 
@@ -25,9 +25,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 64 GiB free, no GPU, and vLLM 0.32.0, whatever is really here."""
     monkeypatch.setattr(check, "available_memory_bytes", lambda: 64 << 30)
-    monkeypatch.setattr(check, "answer_for_vllm", lambda: None)
+    monkeypatch.setattr(vllm_command, "answer_for_vllm", lambda: None)
     monkeypatch.setattr(check, "what_copies", lambda gpu, *, through: "kvpact: no NVIDIA GPU here.")
-    monkeypatch.setattr(check, "distribution", lambda name: type("Vllm", (), {"version": "0.32.0+cpu"}))
+    monkeypatch.setattr(vllm_command, "distribution", lambda name: type("Vllm", (), {"version": "0.32.0+cpu"}))
 
 
 def checked(*arguments: object) -> tuple[int, dict[str, tuple[str, str]]]:
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said_and_the_exit_code_is_1(arguments: tuple[str, ...]
 
 @pytest.mark.parametrize(("version", "text"), [("0.27.1", "kvpact serves 0.28 and later"), ("0.99.0", "is not among")])
 def test_a_release_that_is_not_tested_is_looked_at(version: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "distribution", lambda name: type("Vllm", (), {"version": version}))
+    monkeypatch.setattr(vllm_command, "distribution", lambda name: type("Vllm", (), {"version": version}))
     code, found = checked()
     assert (code, found["vLLM"][0]) == (1, "look at")
     assert text in found["vLLM"][1]

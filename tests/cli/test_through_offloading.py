@@ -120,9 +120,7 @@ def test_serve_through_offloading_says_where_it_would_not_run_before_vllm_is_imp
     (fake_vllm / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
     command = [str(KVPACT), "serve", "m", *OFFLOADING, "--tier", DISK]
     done = subprocess.run(command, env=beside(fake_vllm), capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr.splitlines()[2:]) == (2, "", [words])
-    assert done.stderr.startswith("kvpact: ")
-    assert "vLLM's own offloading copies; with kvpact's tiers below it we have run it on no GPU yet" in done.stderr
+    assert (done.returncode, done.stdout, done.stderr.splitlines()) == (1, "", [words])
 
 
 @pytest.mark.parametrize(("kind", "fits"), [("cuda_alike", True), ("xpu", True), ("cpu", False), ("", False)])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpact.errors import ConfigError
 from kvpact.memory import limits
 
 
@@ -53,3 +54,24 @@ def test_the_smallest_of_machine_and_cgroups_counts(
     monkeypatch.setattr(limits, "PROC", proc)
     monkeypatch.setattr(limits, "CGROUPS", cgroups)
     assert limits.available_memory_bytes() == expected
+
+
+def test_h129_what_there_is_in_all_is_the_smaller_of_the_machine_and_the_cgroups_limits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However much of it others hold now: that may pass, and is asked when the arena is made."""
+    group = tmp_path / "cgroup" / "job"
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    group.mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 1 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/job\n")
+    for name, text in {"memory.max": "max", "memory.current": "4", "memory.stat": ""}.items():
+        (group / name).write_text(text)
+    monkeypatch.setattr(limits, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path / "cgroup")
+    limits.require_possible(4 << 20)
+    (group / "memory.max").write_text(str(3 << 20))
+    assert limits.total_memory_bytes() == 3 << 20
+    limits.require_possible(3 << 19, 2)
+    with pytest.raises(ConfigError, match=r"memory=4MiB: .* has 3MiB in all; set `memory` .* such as 1.5MiB"):
+        limits.require_possible(4 << 20)

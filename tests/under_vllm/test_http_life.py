@@ -78,9 +78,12 @@ class House:
     def command(self, first_words: str) -> list[str]:
         """The README's command that begins so, with small sizes, places of our own and the tests' arguments."""
         block = block_with("README.md", first_words)
-        values = {"MODEL": MODEL, "8GiB": "64MiB", "/var/cache/kvpact": str(self.disk)}
-        values["disk:///var/cache/kvpact?capacity=200GiB"] = f"disk://{self.disk}?capacity=1GiB"
-        lines = filled_in(block.text, values).replace("\\\n", " ").splitlines()
+        values = {
+            "MODEL": MODEL,
+            "8GiB": "64MiB",
+            "disk://$HOME/kvpact?capacity=200GiB": f"disk://{self.disk}?capacity=1GiB",
+        }
+        lines = filled_in(block.text.replace("'\"$HOME\"'", "$HOME"), values).replace("\\\n", " ").splitlines()
         (line,) = (line for line in lines if line.startswith(first_words))
         return [*shlex.split(line, comments=True), *self.vllm_arguments]
 

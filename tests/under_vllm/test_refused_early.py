@@ -12,7 +12,8 @@ import pytest
 from vllm.config import VllmConfig
 
 from kvpact.errors import ConfigError
-from kvpact.vllm import plugin
+from kvpact.memory.limits import total_memory_bytes
+from kvpact.vllm import PactConnector, plugin
 from kvpact.vllm.checks import check_configuration
 from kvpact.vllm.compat.platforms import OUR_CLASSES
 from kvpact_testkit.vllm.compat import EngineSettings, make_vllm_config
@@ -48,11 +49,38 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"kv_connector_extra_config": {"record_key_file": "/nowhere"}}, "kvpact: record_key_file=/nowhere: cannot be"),
         ({"kv_connector_extra_config": {"match_at": "step"}}, 'kvpact: match_at="step" needs a worker that asks'),
+        (
+            {"kv_connector_extra_config": {"memory": "8000TiB"}},
+            "kvpact: memory=7.812PiB: this machine or its container has .* in all; set `memory` to",
+        ),
+        (
+            {"kv_connector_extra_config": {"cache": "no_such_module:Cache"}},
+            'kvpact: "cache": "no_such_module:Cache" can',
+        ),
     ],
 )
 def test_vllms_configuration_cannot_be_made_with_what_kvpact_refuses(transfer: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_vllm_config(EngineSettings(), PACT | transfer)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"memory": "8000TiB"}, "kvpact: memory=7.812PiB"), ({"memroy": 1}, 'kvpact: unknown key "memroy"'), ({}, "")],
+)
+def test_h129_what_is_refused_of_one_connector_is_refused_of_one_among_several(
+    settings: dict[str, Any], message: str
+) -> None:
+    pact = {**PACT, "kv_role": "kv_both", "kv_connector_extra_config": {"memory": "64MiB", **settings}}
+    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    several = {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
+    transfer = several | {"kv_connector_extra_config": {"connectors": [example, pact]}}
+    if not message:
+        make_vllm_config(EngineSettings(), transfer)
+        return
+    with pytest.raises(ValueError, match=message):
+        make_vllm_config(EngineSettings(), transfer)
 
 
 @pytest.mark.usefixtures("registered")
@@ -97,7 +125,7 @@ def test_wrong_settings_inside_multi_connector_are_refused_as_early() -> None:
 @pytest.mark.usefixtures("registered")
 def test_a_check_that_breaks_stops_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown release may lack what the check asks for; the connector then says what is wrong."""
-    monkeypatch.setattr("kvpact.vllm.checks.check_configuration", lambda config: config.no_such_thing)
+    monkeypatch.setattr("kvpact.vllm.checks.check_configuration", lambda config, connector: config.no_such_thing)
     made()
 
 
@@ -164,6 +192,34 @@ def test_a_release_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
     config = made()
     monkeypatch.setattr("vllm.__version__", "0.27.1")
     with pytest.raises(ConfigError, match=r"vLLM 0\.27\.1 is installed, and kvpact serves 0\.28 and later"):
+        check_configuration(config)
+
+
+def test_h129_an_unknown_release_without_what_kvpact_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only its KV cache groups tell is left to the check after the weights."""
+    config = made()
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    check_configuration(config, lambda: PactConnector)
+    monkeypatch.delattr("vllm.v1.core.block_pool.BlockPool.evict_blocks")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.99\.0 is not among .* needs: BlockPool\.evict_blocks"):
+        check_configuration(config, lambda: PactConnector)
+
+
+def test_h129_the_step_hook_is_refused_on_a_release_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = made(match_at="step")
+    config.parallel_config.worker_cls = OUR_CLASSES["--worker-cls"]
+    config.scheduler_config.scheduler_cls = OUR_CLASSES["--scheduler-cls"]
+    check_configuration(config)
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with pytest.raises(ConfigError, match=r"not known to be right on vLLM 0\.99\.0"):
+        check_configuration(config)
+
+
+def test_h129_engines_of_one_server_share_the_machine() -> None:
+    config = made(memory=total_memory_bytes() // 2 + 1)
+    check_configuration(config)
+    config.parallel_config.data_parallel_size_local = 2
+    with pytest.raises(ConfigError, match="for each of 2 engines: this machine or its container has"):
         check_configuration(config)
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvpact.config import KvpactConfig
+from kvpact.config import CANNOT_BE_USED, KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.identity.base_weights import SET_MODEL_ID, BaseWeights, cannot_tell
 from kvpact.identity.keys import Namespace
@@ -160,10 +160,7 @@ class LateTiers:
         if self._config.require_tiers and missing is not None:
             for tier in opened:
                 tier.close()
-            raise ConfigError(
-                f'"require_tiers": true, and {missing.url} cannot be used: {missing.reason}; mend that, or leave '
-                f'"require_tiers" out, and the engine serves without the tier until it can be used'
-            )
+            raise ConfigError(CANNOT_BE_USED.format(missing.url, missing.reason))
         tiers = {number: tier for number, tier in enumerate(opened) if not tier.is_given_up}
         urls = [self._config.tiers[number] for number in tiers]
         if planted := ", ".join(str(url) for url in urls if may_be_planted(url, self._seal)):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvpact import __version__
@@ -22,7 +21,7 @@ from kvpact.cache.status import status_of
 from kvpact.cache.status_socket import StatusSocket
 from kvpact.cache.totals import found_in
 from kvpact.cache.weights_watch import WeightsWatch
-from kvpact.config import KvpactConfig
+from kvpact.config import KvpactConfig, find_factory
 from kvpact.contract import CacheSpec, ExternalCache, ExternalKVMatch, SupportsStepLookup
 from kvpact.errors import ConfigError, reason_of
 from kvpact.identity.adapter_digests import AdapterDigests
@@ -236,7 +235,7 @@ def attach_all(hellos: Sequence[WorkerHandshake]) -> tuple[Arena, Sequence[Arena
 
 def _cache_of_another(name: str, spec: CacheSpec) -> ExternalCache:
     """What the class or function `name` makes. Raises ConfigError if there is none, or it makes no cache."""
-    factory = _find_factory(name)
+    factory = find_factory(name)
     try:
         cache = factory(spec)
     except Exception as error:
@@ -244,18 +243,3 @@ def _cache_of_another(name: str, spec: CacheSpec) -> ExternalCache:
     if not isinstance(cache, ExternalCache):
         raise ConfigError(f'"cache": "{name}" made a {type(cache).__name__}; a kvpact.contract.ExternalCache is needed')
     return cache
-
-
-def _find_factory(name: str) -> Callable[[CacheSpec], object]:
-    module, _, attribute = name.partition(":")
-    try:
-        factory = getattr(import_module(module), attribute)
-    except Exception as error:  # another author's module
-        raise ConfigError(
-            f'"cache": "{name}" cannot be loaded: {reason_of(error)}; name a module that the engine\'s Python can '
-            "import, and a class or function in it"
-        ) from error
-    if not callable(factory):
-        raise ConfigError(f'"cache": "{name}" is a {type(factory).__name__}; a class or function is needed')
-    made: Callable[[CacheSpec], object] = factory
-    return made

@@ -1,9 +1,9 @@
 """The command `kvpact`: reads the command line, calls the part that does the work, and prints errors.
 
-Owns exit codes (0 fine, 1 the check failed, 2 the user's mistake) and one-line errors. Never does the work itself, and
-imports what a command needs only when it runs, so that `kvpact --help` answers at once. Other distributions add
-commands as entry points of the group `COMMANDS`; of those that kvpact's own test kit adds, each says what to install
-where it is missing.
+Owns exit codes (0 fine, 1 the check failed or vLLM is not started, 2 the user's mistake) and one-line errors. Never
+does the work itself, and imports what a command needs only when it runs, so that `kvpact --help` answers at once. Other
+distributions add commands as entry points of the group `COMMANDS`; of those that kvpact's own test kit adds, each says
+what to install where it is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class OneLineErrors(TyperGroup):
-    """Turns kvpact's own errors into one line and exit code 2; anything else is a defect and keeps its traceback."""
+    """Turns kvpact's own errors into one line and exit code 2, or 1 where vLLM is not started, as vLLM itself ends.
+
+    Anything else is a defect and keeps its traceback.
+    """
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name) or self.find_elsewhere(cmd_name)
@@ -41,7 +44,7 @@ class OneLineErrors(TyperGroup):
             return super().invoke(ctx)
         except KvpactError as error:
             typer.echo(f"kvpact: {error}", err=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(1 if ctx.invoked_subcommand == "serve" else 2) from None
 
 
 def new_app(what: str, group: type[TyperGroup] = OneLineErrors, *, completes: bool = False) -> typer.Typer:

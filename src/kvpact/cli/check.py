@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +17,16 @@ from kvpact.border import json_object
 from kvpact.cli.offloading import offloading_json
 from kvpact.cli.screen import BAD, busy, console
 from kvpact.cli.serve import COMMAND_LINE, what_copies
-from kvpact.cli.stores import WORKS, probe
+from kvpact.cli.stores import probe_all
 from kvpact.cli.transfer_config import refuse_secrets_of_the_command_line
-from kvpact.cli.vllm_command import answer_for_vllm, refuse_offloading
+from kvpact.cli.vllm_command import installed_release
 from kvpact.config import KvpactConfig, check_cache, load_with_variables
 from kvpact.errors import ConfigError, DataError
 from kvpact.memory.limits import available_memory_bytes
 from kvpact.tiers.registry import load_seal
 from kvpact.units import format_size
 from kvpact.vllm.compat.platforms import OFFLOADING
-from kvpact.vllm.compat.releases import SERIES, is_known, refuse_older
+from kvpact.vllm.compat.releases import SERIES, is_known
 
 
 class Finding(NamedTuple):
@@ -73,20 +73,15 @@ def _findings(
     yield Finding(enough, "memory", f"{format_size(config.memory)} wanted, {format_size(room)} free{limit}")
     copies = what_copies(config.gpu, through=through).removeprefix("kvpact: ")
     yield Finding(config.gpu != "off" or copies.startswith("no "), "GPU", copies)
-    for url in config.tiers:
-        state = probe(url)["state"]
-        yield Finding(state == WORKS, f"tier {url}", state)
+    for row in probe_all(config.tiers):
+        yield Finding(row["usable"], f"tier {row['tier']}", row["state"])
     if model:
         yield _model(model, config)
 
 
 def _vllm(through: str) -> Finding:
-    answer_for_vllm()
     try:
-        version = distribution("vllm").version
-        refuse_older(version)
-        if through == OFFLOADING:
-            refuse_offloading(version)
+        version = installed_release(through)
     except PackageNotFoundError:
         return Finding(False, "vLLM", f"is not installed beside kvpact: install one of {SERIES[0]} to {SERIES[-1]}")
     except ConfigError as error:

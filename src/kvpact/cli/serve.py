@@ -11,14 +11,23 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
 
 from kvpact.cli import vllm_command
 from kvpact.cli.offloading import offloading_json
-from kvpact.config import CONFIG_FILE_VARIABLE, ENVIRONMENT_PREFIX, load_config, load_with_variables
+from kvpact.config import (
+    CANNOT_BE_USED,
+    CONFIG_FILE_VARIABLE,
+    ENVIRONMENT_PREFIX,
+    KvpactConfig,
+    load_config,
+    load_with_variables,
+)
 from kvpact.errors import ConfigError
+from kvpact.memory.limits import require_possible
 from kvpact.vllm.compat.platforms import OFFLOADING, OUR_CLASSES
 
 COMMAND_LINE: Final = "the command line"
@@ -95,12 +104,35 @@ def serve_model(
         connector = ours.to_connector_json(without=ours.secret_keys())
     if "tiers" in ours.secret_keys():
         environment[f"{ENVIRONMENT_PREFIX}TIERS"] = " ".join(tier.url for tier in ours.tiers)
+    require_possible(config.memory)
+    with suppress(PackageNotFoundError):  # vLLM's own sources, without a distribution: it is asked once it is imported
+        vllm_command.installed_release(through)
+    looked_at = tiers_not_as_wanted(config)
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *options, *vllm_arguments]
     sys.stdout.flush()
     print(what_copies(config.gpu, through=through), file=sys.stderr, flush=True)
     if given["--shutdown-timeout"] is None:
         print(TIME_TO_END, file=sys.stderr, flush=True)
+    for line in looked_at:
+        print(line, file=sys.stderr, flush=True)
     os.execve(command[0], command, environment)
+
+
+def tiers_not_as_wanted(config: KvpactConfig) -> list[str]:
+    """A line for each tier that cannot be used now, or has less room than its capacity: the engine starts all the same.
+
+    Raises ConfigError for one that cannot be used if `require_tiers` is set.
+    """
+    if not config.tiers:
+        return []
+    from kvpact.cli.stores import WORKS, probe_all
+
+    rows = [row for row in probe_all(config.tiers) if row["state"] != WORKS]
+    for row in rows if config.require_tiers else ():
+        if not row["usable"]:
+            raise ConfigError(CANNOT_BE_USED.format(row["tier"], row["state"]))
+    without = "cannot be used now, and the engine starts without it: "
+    return [f"kvpact: tier {row['tier']}: {'' if row['usable'] else without}{row['state']}" for row in rows]
 
 
 def what_copies(gpu: str, root: Path = Path("/"), *, through: str = "connector") -> str:

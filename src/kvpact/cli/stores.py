@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from timeit import repeat
@@ -25,10 +27,12 @@ from kvpact.cli.slabs import model_of, show_damage
 from kvpact.errors import ConfigError, DataError, TierError, reason_of
 from kvpact.identity.keys import KEY_BYTES
 from kvpact.metrics import series, tiers_in
-from kvpact.own_files import OwnFolder
+from kvpact.own_files import NotOurs, OwnFolder, require_makeable
 from kvpact.tiers.backends import SCHEMES
+from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
 from kvpact.tiers.disk.slab_directory import SlabDirectory, look_at
+from kvpact.tiers.free_space import scarcity
 from kvpact.tiers.registry import load_seal, open_for_tool, open_store
 from kvpact.tiers.shared.inspection import older, summarize, verify_store
 from kvpact.tiers.shared.store import RecordStore, StoreError, remove_all
@@ -46,6 +50,7 @@ WORKS: Final = "works"
 """The state of a tier that answers."""
 
 _PATIENCE_S: Final = 2.0
+_ANSWER_S: Final = 10.0
 _DIRECTORIES: Final = ("dir", "file")
 
 COUNTED: Final = (
@@ -246,7 +251,7 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
     files = stats_files(stats_file) if stats_file else []
     engines = {file: _count_tiers(_read_stats(file)) for file in files}
     with busy("asking the tiers"):
-        rows = [probe(url) for url in urls]
+        rows = probe_all(urls)
     if as_json:
         engine = [row | {"stats": str(file)} for file, counted in engines.items() for row in counted]
         print_json({"now": rows, "engine": engine})
@@ -259,7 +264,7 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
         if rows:
             asked = table(["tier", "state"], ["look-up", "used", "capacity"])
             for row in rows:
-                state = row["state"] if row["state"] == WORKS else bad(row["state"])
+                state = row["state"] if row["usable"] else bad(row["state"])
                 lookup = row["lookup_seconds"]
                 sizes = (format_size(row[name]) if row[name] else "" for name in ("used_bytes", "capacity_bytes"))
                 asked.add_row(row["tier"], state, _milliseconds(lookup), *sizes)
@@ -272,26 +277,52 @@ def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: boo
                 for row in counted:
                     shown.add_row(*_as_shown(row))
                 output.print(shown)
-    return all(row["state"] == WORKS for row in rows)
+    return all(row["usable"] for row in rows)
 
 
-def probe(url: TierURL) -> dict[str, Any]:
-    """How a tier is now, in base units; None where that is unknown."""
-    row = {"tier": str(url), "state": WORKS, **_figures(None, 0, 0)}
-    try:
-        if url.scheme in ("disk", *_DIRECTORIES) and (trouble := _trouble_with(Path(url.path))):
-            return row | {"state": trouble}
-        if url.scheme == "disk":
-            used = sum(path.stat().st_size for path in SlabDirectory(Path(url.path)).slab_paths())
-            return row | _figures(None, used, url.capacity)
-        if url.scheme not in SCHEMES:
-            return row | _probe_of_others(url)
-        with opened(url) as store:
-            seconds = median(repeat(lambda: store.exists(["0" * 16 + "/" + "0" * 64]), number=1, repeat=PROBES))
-            usage = store.usage()
-    except (TierError, ConfigError) as error:
-        return row | {"state": str(error)}
-    return row | _figures(seconds, usage.used_bytes, usage.capacity_bytes)
+def probe_all(urls: Sequence[TierURL]) -> list[dict[str, Any]]:
+    """How each tier is now: `usable`, its `state` for people, and figures in base units, None where unknown.
+
+    All are asked at once; one that has not answered after 10 s counts as not usable.
+    """
+    pool = DaemonPool("kvpact-probe", len(urls))
+    asked = [pool.submit(partial(_probe, url)) for url in urls]
+    done = wait(asked, _ANSWER_S).done
+    return [_row(url, future if future in done else None) for url, future in zip(urls, asked, strict=True)]
+
+
+def _row(url: TierURL, answer: Future[dict[str, Any]] | None) -> dict[str, Any]:
+    state = f"has not answered in {_ANSWER_S:.0f} s"
+    if answer is not None:
+        try:
+            return {"tier": str(url), "usable": True, "state": WORKS} | answer.result()
+        except Exception as error:  # of another package, or a defect: the others are shown
+            state = reason_of(error)
+    return {"tier": str(url), "usable": False, "state": state, **_figures(None, 0, 0)}
+
+
+def _probe(url: TierURL) -> dict[str, Any]:
+    """What differs from a tier that works. Raises TierError and ConfigError, which say why it cannot be used."""
+    if url.scheme in ("disk", *_DIRECTORIES):
+        _require_usable(Path(url.path))
+    if url.scheme == "disk":
+        used = sum(512 * path.stat().st_blocks for path in SlabDirectory(Path(url.path)).slab_paths())
+        return _figures(None, used, url.capacity) | _room_for(url, used)
+    if url.scheme not in SCHEMES:
+        return _probe_of_others(url)
+    with opened(url) as store:
+        seconds = median(repeat(lambda: store.exists(["0" * 16 + "/" + "0" * 64]), number=1, repeat=PROBES))
+        usage = store.usage()
+    return _figures(seconds, usage.used_bytes, usage.capacity_bytes) | _room_for(url, usage.used_bytes)
+
+
+def _room_for(url: TierURL, used: int) -> dict[str, str]:
+    """The state of a tier whose capacity does not fit; it works with less."""
+    if "capacity" not in url.options:
+        return {}
+    path = Path(url.path)
+    said = scarcity(path if path.exists() else path.parent, url.capacity, used)
+    return {"state": said} if said else {}
 
 
 def _probe_of_others(url: TierURL) -> dict[str, Any]:
@@ -305,23 +336,22 @@ def _probe_of_others(url: TierURL) -> dict[str, Any]:
         raise TierError(f"{url}: {reason_of(error)}") from error
     finally:
         tier.close()
-    return _figures(seconds, held.used_bytes, held.capacity_bytes) | ({} if health.ok else {"state": health.reason})
+    state = {} if health.ok else {"usable": False, "state": health.reason}
+    return _figures(seconds, held.used_bytes, held.capacity_bytes) | state
 
 
 def _figures(lookup: float | None, used: int, capacity: int) -> dict[str, Any]:
     return {"lookup_seconds": lookup, "used_bytes": used or None, "capacity_bytes": capacity or None}
 
 
-def _trouble_with(directory: Path) -> str:
-    """Why an engine could not use a directory, which it makes if its parent is there; "" if it can. Raises NotOurs."""
+def _require_usable(directory: Path) -> None:
+    """Raise NotOurs if an engine could not use a directory, which it makes if its parent is there."""
     with OwnFolder.look(directory) as folder:
         folder.require_ours()
-        if folder.is_there:
-            return ""
-    place = directory if os.path.lexists(directory) else directory.parent
-    if not place.is_dir():
-        return f"{place} is not a directory" if os.path.lexists(place) else f"there is no directory {place}"
-    return "" if os.access(place, os.R_OK | os.W_OK | os.X_OK) else f"{place} cannot be read and written by this user"
+        if not folder.is_there:
+            require_makeable(directory)
+        elif not os.access(folder.held, os.R_OK | os.W_OK | os.X_OK):
+            raise NotOurs(f"{folder.path} cannot be read and written by user {os.geteuid()}; give it the right to")
 
 
 def _count_tiers(counts: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from importlib.metadata import (
     Distribution,
@@ -105,35 +104,54 @@ def refuse_offloading(version: str, platform: Any = None) -> None:
         )
 
 
+def installed_release(through: str) -> str:
+    """The version of vLLM that its distribution names; nothing is imported.
+
+    Raises ConfigError if it would not run with kvpact, and PackageNotFoundError where no distribution brings it.
+    """
+    answer_for_vllm()
+    version = distribution(PACKAGE).version
+    refuse_older(version)
+    if through == OFFLOADING:
+        refuse_offloading(version)
+    return version
+
+
 def arguments_that_fit(arguments: Sequence[str]) -> list[str]:
     """The arguments for the vLLM that is here. Raises ConfigError if it would not run with them."""
-    offloads = any(PACT_SPEC in argument for argument in arguments)
-    if offloads:
-        with suppress(PackageNotFoundError):
-            refuse_offloading(distribution(PACKAGE).version)
     try:
         from vllm import __version__
         from vllm.platforms import current_platform
     except ImportError:  # vLLM's own command will say it
         return [*arguments]
     refuse_older(__version__)
-    if offloads:
+    if any(PACT_SPEC in argument for argument in arguments):
         refuse_offloading(__version__, current_platform)
     return with_classes_that_fit(arguments, current_platform, __version__)
 
 
 def main() -> None:
-    """Run vLLM's command line with this process's arguments; where vLLM would not run say so and end with 2."""
+    """Run vLLM's command line with this process's arguments; where kvpact refuses them say so and end with 1."""
     answer_for_vllm()
     try:
         sys.argv[1:] = arguments_that_fit(sys.argv[1:])
-    except ConfigError as error:
-        print(f"kvpact: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.argv[0] = PACKAGE  # the first word of its messages and usage text
-    from vllm.entrypoints.cli.main import main as vllm_main
+        sys.argv[0] = PACKAGE  # the first word of its messages and usage text
+        from vllm.entrypoints.cli.main import main as vllm_main
 
-    vllm_main()
+        vllm_main()
+    except ValueError as error:
+        refusal = _refusal_in(error)
+        if refusal is None:
+            raise
+        sys.exit(f"kvpact: {str(refusal).removeprefix('kvpact: ')}")
+
+
+def _refusal_in(error: ValueError) -> ConfigError | None:
+    """The refusal of kvpact's that this is, or that kept vLLM's configuration from being made; None: another error."""
+    from pydantic import ValidationError
+
+    reasons = [one.get("ctx", {}).get("error") for one in error.errors()] if isinstance(error, ValidationError) else []
+    return next((reason for reason in (error, *reasons) if isinstance(reason, ConfigError)), None)
 
 
 if __name__ == "__main__":

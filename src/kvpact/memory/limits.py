@@ -20,16 +20,22 @@ MANY_ENGINES = 64
 
 def available_memory_bytes() -> int:
     """What can still be taken without swapping or being killed: the machine's share or the cgroup's, the smaller."""
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in (PROC / "meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    return max(0, min([available, *_cgroup_room()]))
+    return max(0, min([_of_machine("MemAvailable"), *(limit - taken for limit, taken in _cgroups())]))
 
 
-def _cgroup_room() -> Iterator[int]:
-    """Bytes left in each memory cgroup that holds this process, version 2 or 1, up to the root."""
+def total_memory_bytes() -> int:
+    """What there would be if nothing else ran: the machine's memory, or the cgroup's limit, the smaller."""
+    return min([_of_machine("MemTotal"), *(limit for limit, _ in _cgroups())])
+
+
+def _of_machine(name: str) -> int:
+    """A value of /proc/meminfo, in bytes."""
+    lines = (PROC / "meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _cgroups() -> Iterator[tuple[int, int]]:
+    """Limit and bytes taken of each memory cgroup that holds this process, version 2 or 1, up to the root."""
     try:
         memberships = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -47,7 +53,7 @@ def _cgroup_room() -> Iterator[int]:
             if directory.is_relative_to(root):
                 with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no such file at this level
                     limit, used = (int((directory / name).read_text()) for name in names[:2])
-                    yield limit - used + _cgroup_statistic(directory, names[2])
+                    yield limit, used - _cgroup_statistic(directory, names[2])
 
 
 def _cgroup_statistic(directory: Path, name: str) -> int:
@@ -57,6 +63,20 @@ def _cgroup_statistic(directory: Path, name: str) -> int:
         if key == name:
             return int(value)
     return 0
+
+
+def require_possible(num_bytes: int, engines: int = 1) -> None:
+    """Raise ConfigError if the arenas of so many engines are more than there would be if nothing else ran.
+
+    No waiting helps then, so it is asked before an engine reads its weights; `require_available` is asked later.
+    """
+    total = total_memory_bytes()
+    if num_bytes * engines > total:
+        each = f" for each of {engines} engines" if engines > 1 else ""
+        raise ConfigError(
+            f"memory={format_size(num_bytes)}{each}: this machine or its container has {format_size(total)} in all; "
+            f"set `memory` to what it and the model can share, such as {format_size(total // engines // 2)}"
+        )
 
 
 def promised_elsewhere(memfd: str, own: os.stat_result, *, by_siblings: bool) -> tuple[int, int]:

@@ -30,14 +30,23 @@ _SAID: Final = set[tuple[Path, int]]()
 def warn_if_scarce(logger: logging.Logger, whose: str, path: Path, capacity_bytes: int, held: Iterable[int]) -> None:
     """Say if the file system of `path` has less room than a capacity, of which bytes `held` are filled already."""
     with suppress(OSError):
-        found = os.statvfs(path)
-        room = found.f_bavail * found.f_frsize + sum(held)
-        if room < capacity_bytes and (path, capacity_bytes) not in _SAID:
+        said = scarcity(path, capacity_bytes, sum(held))
+        if said and (path, capacity_bytes) not in _SAID:
             _SAID.add((path, capacity_bytes))
-            logger.warning(
-                "%s: a capacity of %s is more than the %s that %s has room for; when that is full, what was used least "
-                "recently goes", whose, format_size(capacity_bytes), format_size(room), path,
-            )  # fmt: skip
+            logger.warning("%s: %s", whose, said)
+
+
+def scarcity(path: Path, capacity_bytes: int, held_bytes: int) -> str:
+    """The sentence for a capacity of which `held_bytes` are filled, if it is more than the file system of `path` has
+    room for; else "". Raises OSError."""
+    found = os.statvfs(path)
+    room = found.f_bavail * found.f_frsize + held_bytes
+    if room >= capacity_bytes:
+        return ""
+    return (
+        f"a capacity of {format_size(capacity_bytes)} is more than the {format_size(room)} that {path} has room for; "
+        "when that is full, what was used least recently goes"
+    )
 
 
 class Unremovable:

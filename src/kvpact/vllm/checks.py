@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final
 
-from kvpact.config import KvpactConfig, check_cache, load_config
+from kvpact.config import KvpactConfig, check_cache, find_factory, load_config
 from kvpact.errors import ConfigError
+from kvpact.memory.limits import require_possible
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.compat.configuration import allows_cascade_attention, may_sleep, speculates
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER, OUR_CLASSES, classes_for
-from kvpact.vllm.compat.releases import is_known, refuse_older
+from kvpact.vllm.compat.releases import is_known, refuse_older, refuse_unread
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
 from kvpact.vllm.groups import STATES_AND_DRAFTS, STATES_IN_MODE, UNSERVED, EngineGroups, engine_groups
 from kvpact.wire import WorkerHandshake
@@ -53,24 +54,31 @@ DEVICES: Final = ("cuda", "xpu")
 """torch's kinds of device from and to which vLLM's copies are used."""
 
 
-def check_configuration(vllm_config: Any) -> None:
+def check_configuration(vllm_config: Any, connector: Callable[[], type] | None = None) -> None:
     """Raise ConfigError for whatever the configuration alone tells that kvpact cannot serve: no weights are loaded yet.
 
-    What workers and their KV cache groups tell is left to the other checks; inside MultiConnector so are all but the
-    values of kvpact's settings.
+    `connector` imports the class whose hooks vLLM will call, which are looked at on a release that is not known.
+    What workers and their KV cache groups tell is left to the other checks.
     """
     import vllm
 
-    refuse_older(str(vllm.__version__))
-    if vllm_config.kv_transfer_config.kv_connector == "MultiConnector":
-        _let_no_step_wait(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        return
+    release = str(vllm.__version__)
+    refuse_older(release)
     config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+    require_possible(config.memory, max(1, vllm_config.parallel_config.data_parallel_size_local))
+    if not is_known(release):
+        from kvpact.vllm.compat.shape import check_shape
+
+        check_shape(release, vllm_config, None, connector and connector())
+    if config.match_at == "step":
+        refuse_unread(release)
     if (model := vllm_config.model_config) is None:
         return
     _refuse_settings_of_engine(vllm_config)
     _refuse_model(vllm_config)
     check_settings(config, vllm_config)
+    if config.cache is not None:
+        find_factory(config.cache)
     load_seal(config.record_key_file)
     if config.tiers and Path(str(model.model)).exists():  # one of the hub may not be here yet
         base_weights(vllm_config, config.model_id)
@@ -84,7 +92,7 @@ def check_configuration(vllm_config: Any) -> None:
         _say_missing(config, [*compress(OUR_CLASSES, (stock_worker, stock_scheduler))])
 
 
-def _let_no_step_wait(settings: Mapping[str, Any]) -> None:
+def let_no_step_wait(settings: Mapping[str, Any]) -> None:
     """Make kvpact's loads asynchronous beside other connectors in MultiConnector's settings, with one line.
 
     They store what a step computes at once, and vLLM hears after the step that a load failed on which it relied (H48).

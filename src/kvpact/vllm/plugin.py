@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -100,25 +101,48 @@ def _refusing(decide: Callable[[Any], None]) -> Callable[[Any], None]:
         named = asked.kv_connector if "PactConnector" in str(asked) else None
         decide(self)
         if named is not None and (chosen := self.kv_transfer_config.kv_connector) != named:
-            raise ValueError(
+            from kvpact.errors import ConfigError
+
+            raise ConfigError(
                 f"kvpact: --kv-transfer-config names PactConnector, and --kv-offloading-size puts {chosen} "
                 "in its place: leave one of them out"
             )
-        if named in ("PactConnector", "MultiConnector"):
+        if named is not None:
             _refuse_what_cannot_be_served(self)
 
     return decide_or_refuse
+
+
+def _connector() -> type:
+    from kvpact.vllm import PactConnector
+
+    return PactConnector
+
+
+def _of_each(vllm_config: Any) -> Iterator[Any]:
+    """The configuration as vLLM gives it to each PactConnector, also to one that a MultiConnector names."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_connector == "PactConnector":
+        yield vllm_config
+    for child in transfer.kv_connector_extra_config.get("connectors", ()):
+        if child.get("kv_connector") == "PactConnector":
+            given = copy(vllm_config)
+            given.kv_transfer_config = type(transfer)(**child)
+            yield given
 
 
 def _refuse_what_cannot_be_served(vllm_config: Any) -> None:
     from kvpact.errors import ConfigError
 
     try:
-        from kvpact.vllm.checks import check_configuration
+        from kvpact.vllm.checks import check_configuration, let_no_step_wait
 
-        check_configuration(vllm_config)
+        if vllm_config.kv_transfer_config.kv_connector == "MultiConnector":
+            let_no_step_wait(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        for config in _of_each(vllm_config):
+            check_configuration(config, _connector)
     except ConfigError as error:
-        raise ValueError(f"kvpact: {error}") from None
+        raise ConfigError(f"kvpact: {error}") from None
     except Exception as error:  # an unknown release: the connector will say what is wrong
         logger.debug("kvpact: the configuration cannot be checked before the weights are loaded: %r", error)
 

@@ -20,7 +20,7 @@ from kvpact.vllm.adapter_watch import watch_adapters
 from kvpact.vllm.compat.configuration import moves_experts, split_context
 from kvpact.vllm.compat.objects import adapter_manager, connectors_of
 from kvpact.vllm.compat.platforms import base_worker
-from kvpact.vllm.compat.releases import SERIES, is_known
+from kvpact.vllm.compat.releases import refuse_unread
 from kvpact.vllm.model_watch import ModelWatch, extension_methods
 from kvpact.vllm.step_hook import Minimum, StepHook
 
@@ -41,12 +41,7 @@ def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHoo
 
     from kvpact.vllm.scheduler import counts_step_hits
 
-    release = str(vllm.__version__)
-    if not is_known(release):  # how a model runner takes in a step's numbers was read in each release
-        raise ConfigError(
-            f"the step hook is not known to be right on vLLM {release}, only on {', '.join(SERIES)}: "
-            "leave worker_cls out"
-        )
+    refuse_unread(str(vllm.__version__))
     for setting, size in split_context(worker.vllm_config.parallel_config).items():
         raise ConfigError(f"the step hook does not serve {setting}={size}: a rank has a part")
     for group in kv_cache_config.kv_cache_groups:

@@ -21,6 +21,18 @@ OFFLOADS_SINCE = "0.32"
 """The release whose own offloading takes a `PactTier`."""
 
 
+def refuse_unread(version: str) -> None:
+    """Raise ConfigError for a release on which the step hook is not known to be right.
+
+    How a model runner takes in a step's numbers was read in each release of `SERIES`.
+    """
+    if not is_known(version):
+        raise ConfigError(
+            f"the step hook is not known to be right on vLLM {version}, only on {', '.join(SERIES)}: "
+            "leave worker_cls out"
+        )
+
+
 def refuse_older(version: str, oldest: str = SERIES[0], who: str = "kvpact serves") -> None:
     """Raise ConfigError for a release before the oldest. A build of vLLM's own sources ("dev") may be of any."""
     series = version.split(".")[:2]

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.releases import SERIES, is_known
-from kvpact.vllm.compat.uses import USES, Use, find
+from kvpact.vllm.compat.uses import OF_GROUPS, USES, Use, find
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,10 @@ class Missing:
 def what_is_missing(
     vllm_config: Any, kv_cache_config: Any, connector: type | None = None, uses: Sequence[Use] = USES
 ) -> list[Missing]:
-    """What an engine of this configuration uses and does not have. `connector` is the class with the hooks."""
+    """What an engine of this configuration uses and does not have. `connector` is the class with the hooks.
+
+    Without `kv_cache_config`, which comes after the weights, what only some KV cache groups use is not looked at.
+    """
     found = [
         Missing(what, use.without.format(what))
         for use in uses
@@ -75,7 +78,7 @@ def _untested(release: str) -> str:
 def _concerns(use: Use, vllm_config: Any, kv_cache_config: Any) -> bool:
     if use.in_workers and use.place.partition(":")[0] not in sys.modules:
         return False
-    if use.given and find(use.given) is None:
+    if (use.given and find(use.given) is None) or (kv_cache_config is None and use.when in OF_GROUPS):
         return False
     try:
         return use.when(vllm_config, kv_cache_config)

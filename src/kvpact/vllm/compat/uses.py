@@ -33,6 +33,10 @@ def _has_latents(vllm_config: Any, kv_cache_config: Any) -> bool:
     return ranks_with_same_kv(vllm_config, kv_cache_config) > 1
 
 
+OF_GROUPS: Final = (_has_states, _has_several_groups, _has_latents)
+"""Conditions that only the KV cache groups decide."""
+
+
 def _has_adapters(vllm_config: Any, kv_cache_config: Any) -> bool:
     return vllm_config.lora_config is not None
 
