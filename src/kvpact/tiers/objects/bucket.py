@@ -376,7 +376,9 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     except TierError:
         raise
     except Exception:  # any error about the options, whose text would repeat them
-        raise NoSuchTier(f"{place}: obstore does not take these options; check endpoint, region, path and ca_file") from None
+        raise NoSuchTier(
+            f"{place}: obstore does not take these options; check endpoint, region, path and ca_file"
+        ) from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
     bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
     if folder is not None and not for_tool:
