@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import IO, ClassVar
 
 STARTS_WITHIN_S = 60.0
@@ -140,23 +142,28 @@ def _free_port() -> int:
 
 
 @contextmanager
-def object_server() -> Iterator[Traffic]:
-    """A server with an empty bucket named "bucket", behind the proxy."""
+def object_server(tls: tuple[Path, str, str] | None = None) -> Iterator[Traffic]:
+    """A server with an empty bucket named "bucket", behind the proxy.
+
+    With `tls`, the files of an authority's certificate and of the server's own and its key, only past the proxy.
+    """
     port = _free_port()
     said = tempfile.TemporaryFile()  # noqa: SIM115  # no pipe: nobody reads it, and the server would wait
+    words = ["-c", tls[1], "-k", tls[2]] if tls else []
     server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=said, stderr=said
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), *words], stdout=said, stderr=said
     )
+    own = f"http{'s' if tls else ''}://127.0.0.1:{port}"
 
     class Handler(_Handler):
         """Of this server."""
 
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    traffic = Handler.traffic = Traffic(port, f"http://127.0.0.1:{proxy.server_address[1]}", f"http://127.0.0.1:{port}")
+    traffic = Handler.traffic = Traffic(port, f"http://127.0.0.1:{proxy.server_address[1]}", own)
     proxy.daemon_threads = True
     thread = threading.Thread(target=proxy.serve_forever, args=(0.05,), name="object-proxy", daemon=True)
     try:
-        _create_bucket(server, port, said)
+        _create_bucket(server, port, said, tls[0] if tls else None)
         thread.start()
         yield traffic
     finally:
@@ -170,13 +177,16 @@ def object_server() -> Iterator[Traffic]:
         said.close()
 
 
-def _create_bucket(server: subprocess.Popen[bytes], port: int, said: IO[bytes]) -> None:
+def _create_bucket(server: subprocess.Popen[bytes], port: int, said: IO[bytes], authority: Path | None) -> None:
     deadline = time.monotonic() + STARTS_WITHIN_S
     while True:
         if server.poll() is not None:
             said.seek(0)
             raise RuntimeError(f"moto's S3 server does not start; pip install 'moto[server]': {said.read()[-500:]!r}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        if authority is not None:
+            trusted = ssl.create_default_context(cafile=authority)
+            connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=5, context=trusted)
         try:
             connection.request("PUT", "/bucket")
             connection.getresponse().read()

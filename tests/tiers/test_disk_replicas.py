@@ -228,6 +228,60 @@ def test_an_absent_engine_takes_nothing_from_one_that_restarts(host: Host, monke
     assert store(again, chain("more", 35)) == 30, "it does not grow yet"
 
 
+def left_behind(host: Host, seconds: float) -> None:
+    """Three full slabs of engines that ended so long ago; a new engine takes over one of them."""
+    host.open()
+    for _ in range(2):
+        host.open()
+    for tier in host.tiers:
+        store(tier, chain(tier.slab.path.name, SLOTS // 3))
+    paths = [tier.slab.path for tier in host.tiers]
+    host.close()
+    then = time.time() - seconds
+    for path in paths:
+        os.utime(path, (then, then))
+
+
+def test_slabs_whose_engines_ended_long_ago_take_nothing_from_a_new_engine(host: Host) -> None:
+    """The new one has seen none of them run: it goes by the time of their files."""
+    left_behind(host, 2 * slab_directory.ABSENT_S)
+    tier = host.open()
+    assert store(tier, chain("new", SLOTS)) == SLOTS
+    assert tier.health().reason == ""
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1e6])
+def test_a_share_that_absent_engines_leave_small_is_said_by_log_and_health(
+    host: Host, seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also by a clock that was set back since, for as long: then the whole share is there, and nothing is said."""
+    left_behind(host, seconds)
+    tier = host.open()
+    assert store(tier, chain("new", SLOTS)) < SLOTS // 2
+    host.settle()
+    health = tier.health()
+    assert health.ok
+    assert "are kept for engines that ended less than 10 min ago" in health.reason
+    assert "of its share of" in health.reason
+    assert caplog.text.count("are kept for engines that ended") == 1
+    monkeypatch.setattr(slab_directory, "ABSENT_S", 0.0)
+    host.settle()
+    assert tier.health().reason == ""
+
+
+def test_an_engine_that_runs_and_stores_nothing_is_no_engine_that_ended_long_ago(host: Host) -> None:
+    first, second = host.open(), host.open()
+    long_ago = time.time() - 2 * slab_directory.ABSENT_S
+    for tier in (first, second):
+        os.utime(tier.slab.path, (long_ago, long_ago))
+    host.settle()
+    assert first.slab.path.stat().st_mtime > time.time() - slab_directory.ABSENT_S, "without a word from it"
+    os.utime(second.slab.path, (long_ago, long_ago))
+    path = second.slab.path
+    host.close(second)
+    assert path.stat().st_mtime > time.time() - slab_directory.ABSENT_S, "its end counts"
+
+
 def test_an_engine_without_a_slab_is_served_what_the_others_have(host: Host) -> None:
     store(host.open(), KEYS)
     with pytest.MonkeyPatch.context() as patch:

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from itertools import chain, count
+from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from kvpact.errors import NoSuchTier
+from kvpact.errors import NoSuchTier, TierError
 from kvpact.tiers.backend import UrlRules
 from kvpact.tiers.backends import ENTRY_POINTS, MEMORY, SCHEMES, kind_of
 from kvpact.units import parse_duration, parse_size
@@ -67,6 +68,14 @@ class TierURL:
     def size(self, option: str, default: int) -> int:
         """The value of an option that is a size, in bytes."""
         return parse_size(self.options[option]) if option in self.options else default
+
+    def ca_file(self) -> str | None:
+        """File with the certificates that sign the server's; None for the system's. Raises TierError if it is gone."""
+        path = self.options.get("ca_file")
+        if path is not None and not Path(path).is_file():
+            text = f"there is no file {path}; ca_file names the certificates that sign the server's"
+            raise TierError(f"{self}: {text}")
+        return path
 
     def addresses(self, port: int) -> list[tuple[str, int]]:
         """Host and port of each server that the URL names; `port` where it names none. Raises NoSuchTier."""

@@ -245,7 +245,9 @@ class Quota:
             # that size together are candidates, so that not every name is kept.
             target = limit - min(wanted, limit) - limit // SLACK_SHARE
             most = known.used_bytes + _since(counted, known.settled) - target if known else limit
-            evicted, excess, stuck = 0, 1, -1
+            evicted = 0
+            excess = 1
+            stuck = -1
             life = known.life_seconds if known else TOUCH_SECONDS * TOUCH_SHARE
             while excess > 0 and stuck < len(self.unremovable):  # again for others, where some could not be removed
                 stuck = len(self.unremovable)

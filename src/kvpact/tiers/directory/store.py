@@ -193,7 +193,8 @@ class DirectoryStore(RecordStore):
             raise
 
     def remove(self, names: Sequence[str]) -> int:
-        removed, failed = 0, list[OSError]()
+        removed = 0
+        failed = list[OSError]()
         with self._reported("remove"):
             for name in names:
                 try:

@@ -22,6 +22,7 @@ import mmap
 import os
 import re
 import struct
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -351,6 +352,12 @@ class Slab(SlabReader):
     def taken_bytes(self) -> int:
         """What the file takes of its directory's capacity: less than its size, if it has holes."""
         return self.superblock.taken_bytes(self.status())
+
+    def show_use(self, after: float) -> None:
+        """Have the file's time say that its engine runs, if that was said more than `after` seconds ago."""
+        with suppress(OSError):  # a file system that sets no times
+            if time.time() - self.status().st_mtime > after:
+                os.utime(self._buffered)
 
     def claim(self, claim_bytes: int, pid: int) -> None:
         """Record the owner and how large the slab may grow."""

@@ -34,7 +34,7 @@ LOCK_TIMEOUT_S: Final = 2.0
 """Seconds to wait for a lock: the threads of a process that was just killed may hold it for a moment."""
 
 ABSENT_S: Final = 600.0
-"""Seconds for which an idle slab of the same namespace keeps its share: its engine may be restarting."""
+"""Seconds after its last use for which an idle slab of the same namespace keeps its share: its engine may restart."""
 
 _RETRY_S = 0.02
 _NEWCOMER_SUFFIX: Final = ".newcomer"
@@ -71,12 +71,14 @@ class Room:
     """What one of `members` engines may take of a directory, in bytes.
 
     `share` is its fair part of the capacity. `growth` is the size up to which it may grow: a smaller part while engines
-    are absent that may come back, and not more than the files of the others leave now.
+    are absent that may come back, and not more than the files of the others leave now. `absent` is what those engines'
+    slabs take.
     """
 
     share: int
     growth: int
     members: int
+    absent: int = 0
 
     def file_bytes(self, present: int) -> int:
         """The size that a file of `present` bytes may have now."""
@@ -208,7 +210,8 @@ class SlabDirectory:
         capacity, members = max(0, self.capacity_bytes - unknown), 1 + engines
         kept = sum(item.file_bytes for item in neighbours if self._stays(item, namespace))
         left = max(0, self.capacity_bytes - kept)
-        return Room(capacity // members, min(capacity // (members + len(absent)), left), members)
+        growth = min(capacity // (members + len(absent)), left)
+        return Room(capacity // members, growth, members, sum(item.file_bytes for item in absent))
 
     def _stays(self, item: Neighbour, namespace: Namespace) -> bool:
         """Whether a slab is not removed for room: it is used, may be soon, is none of ours, or cannot be removed."""
@@ -222,7 +225,10 @@ class SlabDirectory:
         now = time.monotonic()
         if item.in_use:
             self._seen_in_use[item.path] = now
-        return not item.in_use and now < self._seen_in_use.get(item.path, self._opened_at) + ABSENT_S
+        seen = self._seen_in_use.get(item.path)
+        if seen is None and time.time() - item.modified > ABSENT_S:  # by the file's time, as nobody saw its engine
+            return False
+        return not item.in_use and now < (self._opened_at if seen is None else seen) + ABSENT_S
 
     def announce(self) -> None:
         """Have the other engines make room for this one, until `end_announcement`. Must be locked. Raises OSError."""

@@ -29,12 +29,13 @@ from kvpact.tiers.disk.foreign_slabs import ForeignSlabs
 from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
-from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, SlabDirectory
+from kvpact.tiers.disk.slab_directory import ABSENT_S, LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, Room, SlabDirectory
 from kvpact.tiers.disk.slab_opening import SlabOpener
 from kvpact.tiers.record import require_at_most
 from kvpact.tiers.registry import TierContext
 from kvpact.tiers.urls import TierURL
 from kvpact.tiers.use_count import UseCount
+from kvpact.units import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +298,19 @@ class DiskTier(Tier):
             return
         with self._directory.locked(_TEND_LOCK_S):
             room = self._directory.room(self._opener.namespace, own.slab.path)
-        own.size.limit(room.file_bytes(own.slab.taken_bytes()))
+        limit = room.file_bytes(own.slab.taken_bytes())
+        self._note_share(room, limit)
+        own.slab.show_use(ABSENT_S / 2)
+        own.size.limit(limit)
+
+    def _note_share(self, room: Room, limit: int) -> None:
+        """Tell, in the log once and in the health, of a slab that may take less than half of its share."""
+        if room.absent and limit < room.share // 2:
+            sizes = f"{format_size(limit)} of its share of {format_size(room.share)}"
+            why = f"{format_size(room.absent)} are kept for engines that ended less than {ABSENT_S / 60:g} min ago"
+            self._accounts.note_failed("absent", f"in {self._directory.path} this engine may take {sizes}: {why}")
+        else:
+            self._accounts.note_works("absent")
 
     def close(self) -> None:
         self._stopped.set()
@@ -307,6 +320,7 @@ class DiskTier(Tier):
                 self._uses.stop()
                 if is_first and self.own is not None:
                     self.own.content.persist_use()
+                    self.own.slab.show_use(0.0)
         finally:
             if tending:
                 self._tending.release()

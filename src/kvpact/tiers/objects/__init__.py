@@ -7,13 +7,15 @@ _OPTIONS = {
     "anonymous": yes_or_no,
 }  # fmt: skip
 
+_OVER_TLS = {**_OPTIONS, "ca_file": some_text}
+
 BACKEND = Backend(
     "object",
     "kvpact.tiers.objects.store:open_objects",
     {
-        "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OPTIONS),
-        "gs": UrlRules("gs://bucket/prefix", _OPTIONS),
-        "az": UrlRules("az://container/prefix", _OPTIONS),
+        "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OVER_TLS),
+        "gs": UrlRules("gs://bucket/prefix", _OVER_TLS),
+        "az": UrlRules("az://container/prefix", _OVER_TLS),
         "file": UrlRules("file:///mnt/objects/kvpact", {**_OPTIONS, "group": some_text}),
     },
 )

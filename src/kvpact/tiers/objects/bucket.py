@@ -289,6 +289,9 @@ class Bucket:
             )
         if status:
             return StoreError(f"{self.place} answered {answer}")
+        if refused := re.search(r"InvalidCertificate\(\s*(\w+)", text):
+            right = 'name the file of the certificates that sign it with "ca_file"'
+            return StoreError(f"{self.place}: the certificate of its server is not accepted ({refused[1]}); {right}")
         if re.search(r"TimedOut|kind: Timeout|timed out", text):
             return StoreError(f"{self.place} has not answered within {self.timeout:g} s")
         if re.search(r"kind: (Connect|Request)|error sending request", text):
@@ -361,6 +364,8 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
         raise NoSuchTier(f'{place}: its endpoint is no address such as "https://objects.example:9000"')
     if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
         raise NoSuchTier(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
+    if endpoint.startswith("http://") and "ca_file" in url.options:
+        raise NoSuchTier(f"{place}: ca_file is for TLS; write https in its endpoint, or leave ca_file out")
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     folder = _folder(url, for_tool=for_tool) if url.scheme == "file" else None
     try:
@@ -368,8 +373,12 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
             store = _client(stores, url, timeout)
         else:
             store = stores.LocalStore(folder.path) if folder.is_there else stores.MemoryStore()
+    except TierError:
+        raise
     except Exception:  # any error about the options, whose text would repeat them
-        raise NoSuchTier(f"{place}: obstore does not take these options; check endpoint, region and path") from None
+        raise NoSuchTier(
+            f"{place}: obstore does not take these options; check endpoint, region, path and ca_file"
+        ) from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
     bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
     if folder is not None and not for_tool:
@@ -397,15 +406,29 @@ def _folder(url: TierURL, *, for_tool: bool) -> OwnFolder:
         raise TierError(f"file tier: {error}") from None
 
 
+def _certificates(ca_file: Path) -> bytes:
+    """Certificates in PEM form. Raises TierError."""
+    try:
+        content = ca_file.read_bytes()
+    except OSError as error:
+        raise TierError(f"ca_file={ca_file}: cannot be read: {error.strerror}") from None
+    if b"-----BEGIN CERTIFICATE-----" not in content:
+        raise TierError(f"ca_file={ca_file}: holds no certificates in PEM form (-----BEGIN CERTIFICATE-----)")
+    return content
+
+
 def _client(stores: Any, url: TierURL, timeout: float) -> Any:
     """obstore's store for a URL. Its own providers find credentials: environment, files, instance metadata."""
     limit = timedelta(seconds=timeout)
+    ca_file = url.ca_file()
+    trusted = {"root_certificate": _certificates(Path(ca_file))} if ca_file is not None else {}
     common: dict[str, object] = {
         "prefix": url.path.strip("/") or None,
         "client_options": {
             "timeout": limit,
             "connect_timeout": limit,
             "allow_http": url.options.get("allow_http") == "true",
+            **trusted,
         },
         "retry_config": {
             "max_retries": RETRIES,

@@ -355,7 +355,8 @@ class ObjectStore(RecordStore):
         self._unremovable.forget()
         gone = self.bucket.remove_abandoned()
         unfinished = sum(size for size, _ in self.bucket.unfinished())
-        files, evicted = self.bucket.by_use(), 0
+        files = self.bucket.by_use()
+        evicted = 0
         left = nbytes - sum(gone) + (unfinished + sum(size for _, size, _ in files)) // SLACK_SHARE
         for _, size, name in files:
             if left > 0 and key_of(name):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-from kvpact.errors import NoSuchTier, TierError
+from kvpact.errors import NoSuchTier
 from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.redis.batches import Batches
 from kvpact.tiers.redis.connections import Credentials, Pool
@@ -55,8 +54,6 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     sentinel_tls = options["sentinel_tls"] == "true" if "sentinel_tls" in options else tls
     for name in () if tls or sentinel_tls else {"ca_file", "cert_file", "key_file"}.intersection(options):
         raise NoSuchTier(f"{url}: {name} is for TLS; write rediss instead of redis")
-    if (ca_file := options.get("ca_file")) and not Path(ca_file).is_file():
-        raise TierError(f"{url}: there is no file {ca_file}; ca_file names the certificates that sign the server's")
     part_bytes = url.size("part", PART_BYTES)
     if not MIN_PART <= part_bytes <= MAX_PART:
         raise NoSuchTier(f"{url}: part must be from {format_size(MIN_PART)} to {format_size(MAX_PART)}")
@@ -68,7 +65,9 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
         expiry = None
     user, _, password = url.host.rpartition("@")[0].partition(":")
     password_file, certificate = options.get("password_file", ""), (options.get("cert_file"), options.get("key_file"))
-    access = Credentials(unquote(user), unquote(password), password_file, tls, ca_file, *certificate, int(database))
+    access = Credentials(
+        unquote(user), unquote(password), password_file, tls, url.ca_file(), *certificate, int(database)
+    )
     pool = Pool(replace(access, looks_only=for_tool))
     servers: Servers
     if kind == "cluster":
