@@ -69,6 +69,7 @@ class MissReason(StrEnum):
     NO_ROOM = "no_room"
     DEADLINE = "deadline"
     RECOMPUTE_FASTER = "recompute_faster"
+    TIER_DOWN = "tier_down"
     CROWDED = "crowded"
     ASKED_AT_STEP = "asked_at_step"
     OVERDUE = "overdue"
@@ -83,6 +84,7 @@ MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.NO_ROOM: "no memory slot was free to stage the blocks in; raise `memory`",
     MissReason.CROWDED: "requests are preempted again and again before they use what was loaded: too few KV blocks",
     MissReason.RECOMPUTE_FASTER: "the engine computes faster than the tier below memory delivers; see prefill_speed",
+    MissReason.TIER_DOWN: "a tier that may have had the prompt was not asked, or failed: see tier_failures",
     MissReason.ASKED_AT_STEP: "shared tiers are asked when the step begins; see step_lookups and step_hits",
     MissReason.OVERDUE: "a copy into the engine's memory did not end by `load_deadline`; nothing is loaded behind it",
     MissReason.DEADLINE: "the lower tier did not answer in time; it is too slow, or the deadline is too short",
@@ -162,7 +164,7 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("written_bytes", "counter", "bytes", "Bytes written to the tier."),
     _by_tier("damaged_records", "counter", "records", "Records with a wrong checksum or header; none was served."),
     _by_tier("dropped_writes", "counter", "blocks", "Blocks not written: queue full, a failure, or no room in memory."),
-    _by_tier("skipped_lookups", "counter", "lookups", "Lookups not asked of the tier, because it was ill."),
+    _by_tier("skipped_lookups", "counter", "lookups", "Lookups not asked of the tier: it was ill, or too slow."),
     _by_tier("tier_failures", "counter", "operations", "Operations that the tier failed, or did not end in time."),
     Metric("resets", "counter", "resets", "Resets, after which nothing stored before is served."),
     Metric("refuted_copies", "counter", "engines", "Engines that found a copy of a device wrong, and copy no more."),
@@ -176,6 +178,7 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("capacity_blocks", "gauge", "blocks", "Blocks that the tier can hold."),
     _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store says it holds, others' included."),
     _by_tier("queued_write_bytes", "gauge", "bytes", "Bytes that wait to be written to the tier now."),
+    _by_tier("slow_tiers", "gauge", "tiers", "Tiers not asked lately as computing was sooner: 1 or 0."),
     _by_tier("open_breakers", "gauge", "tiers", "Tiers left alone now, 1 or 0: after failures, or not there yet."),
     _by_tier("read_bytes_per_second", "gauge", "bytes per second", "Bytes per second arriving from the tier, lately."),
     Metric("prefill_speed", "gauge", "tokens per second", "Tokens per second of prompts computed, lately."),

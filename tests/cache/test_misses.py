@@ -14,7 +14,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import WorkerReport
 from kvpact.metrics import METRICS, MISS_HINTS, MissReason, explain_misses, series
 from kvpact.tiers.shared.tier import SharedTier
-from kvpact_testkit.faults import Faults
+from kvpact_testkit.faults import Fault, Faults, Operation
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import NAMESPACE, PAGE, Scene, SceneRequest, failed, tokens
@@ -105,12 +105,22 @@ def slower_than_computing() -> Scene:
     scene = shared_scene(recompute_if_faster=True)
     (client,) = scene.cache.tiers.clients
     client.costs.latency.add(1e9, 1.0)  # quick to say what it has,
-    client.costs.note_read(1, 100.0, scene.now)  # slow to give it
+    client.costs.note_read(1, 100.0)  # slow to give it
     for step in range(3):
         fast = SceneRequest(f"fast-{step}", tokens(65, seed=9))
         scene.cache.note_computed(fast, 64, partial(scene.allocate, fast))
         scene.cache.end_step()
         scene.now += 0.001
+    return ask(scene)
+
+
+def while_a_tier_is_away() -> Scene:
+    scene = shared_scene()
+    queue = scene.queues[0]
+    assert isinstance(queue.tier, SharedTier)
+    assert isinstance(queue.tier.store, DictionaryStore)
+    assert queue.tier.store.faults is not None
+    queue.tier.store.faults.arm(Operation.READ, Fault.ERROR)
     return ask(scene)
 
 
@@ -148,6 +158,7 @@ CAUSES: dict[MissReason, Callable[[], Scene]] = {
     MissReason.NO_ROOM: no_free_slot,
     MissReason.CROWDED: preempted_again_and_again,
     MissReason.RECOMPUTE_FASTER: slower_than_computing,
+    MissReason.TIER_DOWN: while_a_tier_is_away,
     MissReason.ASKED_AT_STEP: asked_when_the_step_begins,
     MissReason.DEADLINE: too_late,
     MissReason.OVERDUE: behind_a_copy_that_hangs,

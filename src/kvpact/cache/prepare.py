@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -196,7 +197,7 @@ class Planner:
             asked = state.tier_lookup
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
             end, has_news = len(probe.keys), state.last_lookup < 0 and asked is not None
-        limits = self._limits(state, available, probe.start, has_news=has_news)
+        limits = self._limits(state, available, probe, has_news=has_news)
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):
             if plan is None:
@@ -209,7 +210,7 @@ class Planner:
                 return Wait(no_room=True)
             decision = decision.otherwise
         if decision.reason is MissReason.RECOMPUTE_FASTER and state.last_lookup != probe.start:
-            self.tiers.metrics.add("declined_blocks", available.stored - max(available.resident, probe.start))
+            self.reads.note_declined(probe.keys, probe.start, available)
         if decision.tiers_done:
             self._let_tiers_go(probe)
         if isinstance(decision, Miss):
@@ -321,8 +322,8 @@ class Planner:
         if state.tier_lookup is not None:
             return
         missing = len(keys) - max(available.resident, available.stored)
-        if missing and not self._computes_faster(missing, self.reads.lookup_seconds or None):
-            state.begin_lookup(self.reads.ask(keys))
+        if missing:
+            state.begin_lookup(self.reads.ask(keys, partial(self._computes_faster, missing)))
 
     def _ask_more(self, state: RequestState, keys: Sequence[BlockKey], rows: int, start: int) -> None:
         """Ask the shared tiers that have `rows` blocks of the chain what they hold of the side groups, if that is not
@@ -335,11 +336,9 @@ class Planner:
         rows = len(keys) if groups.groups.chain is None else rows
         now = self.tiers.clock()
         has, may_have = (self.reads.supplied(lookup, now, unknown=unknown) for unknown in (False, True))
-        sure = groups.longest(state, rows, start, lambda key: self.index.is_held(key) or has(key))
-        perhaps = groups.longest(state, rows, start, lambda key: self.index.is_held(key) or may_have(key))
-        if perhaps > sure:
-            keys = [needed.key for needed in groups.hanging(state, perhaps, start)]
-            self.reads.ask_more(lookup, [key for key in keys if not self.index.is_held(key) and not has(key)])
+        lacks = groups.worth_asking(state, rows, start, has, may_have)
+        if lacks:
+            self.reads.ask_more(lookup, lacks)
 
     def ask_early(self, request: EngineRequest, state: RequestState) -> None:
         """Ask the shared tiers for a request that the engine has no room for yet, if that is worth it.
@@ -351,13 +350,15 @@ class Planner:
             if keys is not None:
                 self._ask(state, keys, self._find(state, keys, self.tiers.clock()))
 
-    def _limits(self, state: RequestState, available: Availability, start: int, *, has_news: bool) -> Limits:
-        """The limits of a prepare from block `start` on; `has_news`: tiers have answered something for it."""
-        first, faster = max(available.resident, start), False
+    def _limits(self, state: RequestState, available: Availability, probe: _Probe, *, has_news: bool) -> Limits:
+        """The limits of a prepare; `has_news`: tiers have answered something for it."""
+        first, faster = max(available.resident, probe.start), False
         if self.config.recompute_if_faster and available.by_tier and available.stored > first:
             seconds = self.reads.seconds_to_load(first, available.stored, available.by_tier)
             faster = self._computes_faster(available.stored - first, seconds)
         not_found = MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED
+        if available.resident < len(probe.keys):
+            not_found = self.reads.probe_silent(probe.keys, state) or not_found
         return Limits(
             self.config.min_match_blocks,
             has_news and state.waiting.told is not Told.PUT_OFF and self.tiers.budget.exhausted,
@@ -366,7 +367,7 @@ class Planner:
         )
 
     def _computes_faster(self, blocks: int, seconds: float | None) -> bool:
-        """Whether the engine should compute `blocks` blocks in less than `seconds`."""
+        """Whether the engine should compute `blocks` blocks in less than `seconds`, if those are known."""
         return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.groups.block_size, seconds)
 
     # What was decided

@@ -14,6 +14,7 @@ from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import KEY_BYTES, BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
+from kvpact.metrics import MissReason
 from kvpact.ranges import BlockRange
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import OpId
@@ -28,6 +29,8 @@ class TierLookup:
     hits: dict[TierClient, int] = field(default_factory=dict)
     hanging: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
     """Whether each holds the blocks of side groups that it was asked for."""
+    silent: dict[TierClient, MissReason] = field(default_factory=dict)
+    """Tiers that say nothing of it, and why: they were not asked, or failed."""
     rounds: int = 0
     """How often the tiers were asked for blocks of side groups."""
 

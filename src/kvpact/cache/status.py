@@ -28,6 +28,10 @@ class TierState(msgspec.Struct):
     name: str
     trouble: str = ""
     """Why it is left alone; "" if it is not."""
+    slowness: str = ""
+    """Why prompts were computed for which it could be asked; "" if none was since it was asked last."""
+    doubted_for: float = 0.0
+    """Seconds for which it has been one of these."""
 
 
 class Lease(msgspec.Struct):
@@ -98,9 +102,11 @@ def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size:
     found.metrics |= {series(name, label): total for name, total, label in cache.ledger.totals.counts()}
     found.metrics[series("held_blocks", MEMORY)] = cache.index.held_count
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
-    known = {client.name: client.trouble for client in list(cache.tiers.clients)}
-    found.tiers = [TierState(*tier) for tier in {**troubles_in(found.metrics), **known}.items()]
     now = found.time = cache.tiers.clock()
+    tiers = {name: TierState(name, trouble) for name, trouble in troubles_in(found.metrics).items()}
+    for client in list(cache.tiers.clients):
+        tiers[client.name] = TierState(client.name, client.trouble, client.slowness, client.doubted_for(now))
+    found.tiers = [*tiers.values()]
     found.leases = [
         Lease(
             name_of(plan.request_id),
