@@ -168,7 +168,7 @@ def test_h120_a_tier_that_stays_slow_keeps_nobody_waiting_and_the_reason_is_told
     said = "a look-up takes 1,500 ms, and the engine computes such prompts sooner"
     found = status_of(scene.cache, scene.cache.metrics, "model", BLOCK_SIZE)
     (tier,) = found.tiers
-    assert (tier.slowness, tier.trouble) == (said, "")
+    assert (tier.complaint, tier.trouble) == (said, "")
     assert tier.doubted_for == pytest.approx(60.0)
     assert found.records[-1].belief == f"dictionary: {said}"
     assert caplog.text.count(said) == 1

@@ -28,10 +28,10 @@ class TierState(msgspec.Struct):
     name: str
     trouble: str = ""
     """Why it is left alone; "" if it is not."""
-    slowness: str = ""
-    """Why prompts were computed for which it could be asked; "" if none was since it was asked last."""
+    complaint: str = ""
+    """What is wrong with it although it is asked: too slow, full, read-only; "" if nothing."""
     doubted_for: float = 0.0
-    """Seconds for which it has been one of these."""
+    """Seconds for which it has been left alone, or too slow."""
 
 
 class Lease(msgspec.Struct):
@@ -105,7 +105,7 @@ def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size:
     now = found.time = cache.tiers.clock()
     tiers = {name: TierState(name, trouble) for name, trouble in troubles_in(found.metrics).items()}
     for client in list(cache.tiers.clients):
-        tiers[client.name] = TierState(client.name, client.trouble, client.slowness, client.doubted_for(now))
+        tiers[client.name] = TierState(client.name, client.trouble, client.complaint, client.doubted_for(now))
     found.tiers = [*tiers.values()]
     found.leases = [
         Lease(

@@ -148,7 +148,7 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
         for name, word in (("tier_failures", "failures"), ("dropped_writes", "writes dropped")):
             text += f", {count:,} {word}" if (count := _of(engine, name, source)) else ""
         tier = tiers.get(source, TierState(source))
-        text += f", slow for {age(tier.doubted_for)}: {tier.slowness}" if tier.slowness else ""
+        text += f", {tier.complaint}" if tier.complaint else ""
         yield f" by {source}", text + (", DOWN" if tier.trouble else "")
     yield "prefill spared", f"{_of(engine, 'spared_prefill_seconds'):,} s"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})

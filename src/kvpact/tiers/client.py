@@ -184,6 +184,13 @@ class TierClient:
         """Why prompts were computed for which it could be asked; "" if none was since it was asked last."""
         return "; ".join(belief.reason for belief in list(self._slow.values()))
 
+    @property
+    def complaint(self) -> str:
+        """Troubles of a tier that is asked all the same: too slow, full, read-only; "" if nothing."""
+        undeleted = f"it has not deleted {self.undeleted} blocks that it must, which are not read"
+        said = (self.slowness, "" if self.is_open else self._health_reason, undeleted if self.undeleted else "")
+        return "; ".join(filter(None, said))
+
     def doubted_for(self, now: float) -> float:
         """Seconds for which it has been left alone, or too slow; 0 if it is neither."""
         beliefs = [self._lookups.belief, self._reads.belief, *list(self._slow.values())]
