@@ -166,4 +166,4 @@ class GroupScene(Scene):
         """Every tier was seen to deliver so fast, and to answer at once."""
         for client in self.clients:
             client.costs.latency.add(1e9, 1.0)
-            client.costs.note_read(int(bytes_per_second), 1.0, self.now)
+            client.costs.note_read(int(bytes_per_second), 1.0)

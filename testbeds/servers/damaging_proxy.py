@@ -1,9 +1,10 @@
-"""A TCP proxy on a free loopback port that flips bytes of a server's answers on their way."""
+"""A TCP proxy on a free loopback port that flips bytes of a server's answers on their way, or holds one up."""
 
 from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ class DamagingProxy:
     listener: socket.socket
     share: float = 0.1
     """Of the answers, so many are damaged: one byte of each."""
+    holds_up: float = 0.0
+    """Seconds for which the next answer is held up; it is 0 afterwards."""
     answers: int = 0
     damaged: int = 0
     chance: Random = field(default_factory=lambda: Random(7))
@@ -52,6 +55,7 @@ class DamagingProxy:
                     asked.set()
                 elif asked.is_set():
                     asked.clear()
+                    time.sleep(self._pause())
                     place = self._place_to_spoil(len(data))
                 if place is not None:
                     if place < len(data):
@@ -62,6 +66,12 @@ class DamagingProxy:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
+
+    def _pause(self) -> float:
+        """Seconds for which the answer that begins is held up."""
+        with self.lock:
+            pause, self.holds_up = self.holds_up, 0.0
+        return pause
 
     def _place_to_spoil(self, length: int) -> int | None:
         """Where an answer that begins with so many bytes is damaged: in them, or somewhere behind if it is longer."""

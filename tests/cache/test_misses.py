@@ -137,7 +137,7 @@ def slower_than_computing() -> Scene:
     scene = shared_scene(recompute_if_faster=True)
     (client,) = scene.cache.tiers.clients
     client.costs.latency.add(1e9, 1.0)  # quick to say what it has,
-    client.costs.note_read(1, 100.0, scene.now)  # slow to give it
+    client.costs.note_read(1, 100.0)  # slow to give it
     for step in range(3):
         fast = SceneRequest(f"fast-{step}", tokens(65, seed=9))
         scene.cache.note_computed(fast, 64, partial(scene.allocate, fast))

@@ -181,7 +181,10 @@ def test_h10_a_store_that_hangs_costs_a_deadline_and_is_left_alone(make_scene: C
     assert count(scene, "skipped_lookups", SHARED) == 1
     store.gate.set()
     scene.now += 10.0
-    assert scene.prepare(SceneRequest("tries", tokens(33, 4))).num_tokens == 32
+    tries = SceneRequest("tries", tokens(33, 4))
+    assert scene.cache.prepare_external_match(tries, 0) == ExternalKVMatch(0), "no request waits for the probe"
+    scene.settle_tiers()
+    assert scene.prepare(SceneRequest("back", tokens(33, 4))).num_tokens == 32
     assert count(scene, "open_breakers", SHARED) == 0
 
 
@@ -253,8 +256,11 @@ def test_a_store_that_fails_is_left_alone_and_used_again_when_it_is_back(make_sc
     assert count(scene, "dropped_writes", SHARED) == 4
     store.fails = False
     scene.now += 10.0
+    assert scene.prepare(SceneRequest("tries", tokens(17, 4))).num_tokens == 0, "no request waits for the probe"
+    scene.settle_tiers()
     assert scene.prepare(SceneRequest("back", tokens(17, 4))).num_tokens == 16
-    assert count(scene, "misses", MissReason.TIER_DOWN) == 4, "nobody knows what it holds (H126)"
+    assert count(scene, "misses", MissReason.TIER_DOWN) == 5
+    assert count(scene, "misses", MissReason.NOT_STORED) == 0, "which nobody knows"
 
 
 def test_h21_reads_of_a_hung_store_leave_half_of_the_memory_to_others(make_scene: Callable[..., Scene]) -> None:
@@ -375,7 +381,7 @@ def test_h60_what_is_computed_sooner_than_it_arrives_is_not_waited_for(make_scen
     (client,) = scene.cache.tiers.clients
     assert scene.prepare(SceneRequest("measured", tokens(33))).num_tokens == 32
     client.costs.latency.add(1e9, 1.0)  # quick to say what it has,
-    client.costs.note_read(1, 100.0, scene.now)  # slow to give it
+    client.costs.note_read(1, 100.0)  # slow to give it
     fast = SceneRequest("computes", tokens(65, 9))
     for step in range(3):  # a fast engine
         fast.request_id = f"computes-{step}"
@@ -386,6 +392,7 @@ def test_h60_what_is_computed_sooner_than_it_arrives_is_not_waited_for(make_scen
     assert scene.prepare(SceneRequest("computed", tokens(33, 1))).num_tokens == 0
     assert count(scene, "misses", MissReason.RECOMPUTE_FASTER) == 1
     assert count(scene, "declined_blocks") == 8
+    scene.settle_tiers()
     scene.now += 60.0
     assert scene.prepare(SceneRequest("tried again", tokens(33, 1))).num_tokens == 32
 

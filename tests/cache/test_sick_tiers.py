@@ -314,13 +314,13 @@ def test_h66_deletions_that_are_refused_for_long_are_bounded_and_lose_nothing(
         one.delete([number.to_bytes(32, "big")])
         drained(one)
     now = time.monotonic()
-    assert not one.may_read(now)
+    assert not one.may_read
     assert not one.may_write
     assert one.undeleted <= 100
     tier.sick.clear()
     one.check(now + 2 * REPEAT_SECONDS)
     drained(one)
-    assert (tier.calls.count("clear"), one.may_read(now)) == ((0, False) if shared else (2, True))
+    assert (tier.calls.count("clear"), one.may_read) == ((0, False) if shared else (2, True))
     one.close(1.0)
 
 
@@ -427,7 +427,7 @@ def test_h61_however_many_tiers_hang_some_slots_are_left() -> None:
     for tier, one in zip(tiers, clients, strict=True):
         tier.gate.shut()
         buffers = [[memoryview(bytearray(PAGE))] for _ in range(one.room)]
-        assert one.submit_get("read", [bytes([number]) * 32 for number in range(len(buffers))], buffers, 0.0)
+        assert one.submit_get("read", [bytes([number]) * 32 for number in range(len(buffers))], buffers)
         taken.append(len(buffers))
         assert one.room == 0
     assert taken == [16, 8, 4, 2]
@@ -466,4 +466,6 @@ def test_h61_a_store_that_answers_and_never_delivers_is_left_alone_too() -> None
     store.gate.open()
     scene.settle_tiers()
     scene.now += 10.0
+    assert scene.prepare(prompts[8]).num_tokens == 0, "no request waits for the probe"
+    scene.settle_tiers()
     assert scene.prepare(prompts[9]).num_tokens == BLOCKS * BLOCK_SIZE

@@ -10,7 +10,8 @@ from test_misses import ASKED, STORED, advance, ask, shared_scene
 
 from group_scenes import GroupScene, asked, full, states
 from kvpact.metrics import EndReason, MissReason, series
-from kvpact.tiers.breaker import FAILURES_IN_A_ROW, LONGEST_PAUSE_S
+from kvpact.tiers.beliefs import PROBE_SECONDS
+from kvpact.tiers.breaker import FAILURES_IN_A_ROW
 from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, open_disk, tokens
@@ -79,8 +80,13 @@ def test_h126_a_disk_that_is_tried_with_one_read_is_down_for_the_others(tmp_path
         ask(scene, SceneRequest(f"before {number}", STORED.token_ids))
     ask(scene)
     assert reasons(scene) == [MissReason.TIER_DOWN] + [MissReason.NOT_DELIVERED] * FAILURES_IN_A_ROW
-    scene.now += 2 * LONGEST_PAUSE_S
-    assert scene.cache.prepare_external_match(SceneRequest("the try", STORED.token_ids), 0) is None
+    scene.now += PROBE_SECONDS
+    ask(scene, SceneRequest("probes", STORED.token_ids))
+    assert reasons(scene).count(MissReason.TIER_DOWN) == 2, "nobody waits for the probe"
+    for _ in range(3):
+        advance(scene)
+        scene.cache.end_step()
+    assert scene.cache.prepare_external_match(SceneRequest("reads", STORED.token_ids), 0) is None
 
 
 def test_h126_what_a_store_did_not_answer_in_time_stays_unanswered() -> None:

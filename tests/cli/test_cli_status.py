@@ -114,7 +114,7 @@ def test_the_json_has_base_units(serve: Callable[[str], str]) -> None:
     assert engine["prompts"] == {"requests": 2, "tokens": 1000, "engine_tokens": 100, "used_tokens": 300}
     assert engine["tokens_by_source"] == {"engine": 100, "memory": 200, "store": 100}
     assert engine["metrics"]["spared_prefill_seconds"] == 12.5
-    assert engine["tiers"] == [{"name": "store", "trouble": ""}]
+    assert engine["tiers"] == [{"name": "store", "trouble": "", "complaint": "", "doubted_for": 0.0}]
 
 
 def test_a_tier_that_one_engine_does_without_is_down(serve: Callable[[str], str]) -> None:

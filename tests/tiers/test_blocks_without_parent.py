@@ -54,13 +54,13 @@ def test_the_results_say_which_blocks_are_there_and_how_many_in_a_row(client: Ti
     assert done_of(client) == PutDone("write", (True,) * 3)
     now = time.monotonic()
     assert [client.has(key, now) for key in KEYS] == [True, True, False, True, False]
-    assert client.submit_lookup("ask", KEYS, now)
+    assert client.submit_lookup("ask", KEYS)
     done = done_of(client)
     assert done == LookupDone("ask", (True, True, False, True, False))
     assert isinstance(done, LookupDone)
     assert done.in_a_row == 2
     buffers = empty_buffers(3, SLOT)
-    assert client.submit_get("read", KEYS[2:], buffers, now)
+    assert client.submit_get("read", KEYS[2:], buffers)
     assert done_of(client) == GetDone("read", (False, True, False))
     assert b"".join(buffers[1]) == content(KEYS[3], SLOT)
     assert client.lent == 0
@@ -72,11 +72,11 @@ def test_a_read_of_which_only_a_later_block_arrives_is_no_broken_word(
 ) -> None:
     store(dictionary, KEYS[1:])
     for number in range(6):
-        assert client.submit_get(number, KEYS, empty_buffers(5, SLOT), time.monotonic())
+        assert client.submit_get(number, KEYS, empty_buffers(5, SLOT))
         assert done_of(client) == GetDone(number, (False, True, True, True, True))
     assert not client.is_open
     for number in range(6):
-        client.submit_get(number, [b"?" * 32], empty_buffers(1, SLOT), time.monotonic())
+        client.submit_get(number, [b"?" * 32], empty_buffers(1, SLOT))
         if not client.is_open:
             done_of(client)
     assert client.is_open, "nothing arrives of what it said it has"
@@ -87,7 +87,7 @@ def test_blocks_that_wait_for_deletion_are_not_held(dictionary: DictionaryTier, 
     client.delete([KEYS[2]])
     now = time.monotonic()
     assert [client.has(key, now) for key in KEYS] == [True, True, False, True, True]
-    assert [client.readable([key], 1, now) for key in KEYS] == [1, 1, 0, 1, 1]
+    assert [client.readable([key], 1) for key in KEYS] == [1, 1, 0, 1, 1]
 
 
 def test_a_cancelled_operation_says_of_each_block_that_it_is_not_there(dictionary: DictionaryTier) -> None:
@@ -108,7 +108,7 @@ def test_an_impossible_answer_is_a_failure(
     dictionary: DictionaryTier, client: TierClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dictionary, "lookup", lambda keys: [True] * (len(keys) + 1))
-    client.submit_lookup("ask", KEYS, time.monotonic())
+    client.submit_lookup("ask", KEYS)
     done = done_of(client)
     assert isinstance(done, LookupDone)
     assert (done.in_a_row, done.ok, done.each) == (0, False, (False,) * 5)

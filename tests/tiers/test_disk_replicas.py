@@ -364,7 +364,7 @@ def test_h61_reads_of_blocks_that_others_have_evicted_are_no_failures(host: Host
     client = TierClient(TierExecutor(second, 1, 1 << 20), LentSlots(100), timeout=5.0, clock=time.monotonic)
     for number, keys in enumerate(chains):
         assert client.held(keys, time.monotonic()) == 2
-        assert client.submit_get(number, keys, memory(2), time.monotonic())
+        assert client.submit_get(number, keys, memory(2))
         while not (done := list(client.poll())):
             time.sleep(0.001)
         assert [each.in_a_row if isinstance(each, GetDone) else each for each in done] == [2 if number == 5 else 0]

@@ -54,7 +54,7 @@ class Used:
     def get(self, keys: Sequence[BlockKey]) -> tuple[bool, ...]:
         """Read a chain; which of its blocks arrived, all of them right."""
         buffers = memory(len(keys))
-        assert self.client.submit_get("get", keys, buffers, time.monotonic(), before=())
+        assert self.client.submit_get("get", keys, buffers, before=())
         done = self._done()
         assert isinstance(done, GetDone)
         for key, buffer, arrived in zip(keys, buffers, done.each, strict=True):
@@ -143,7 +143,7 @@ def test_h122_until_it_can_be_opened_its_loss_is_told_as_the_reason(used: Used, 
     assert "was removed; it is opened anew" in used.client.trouble or "does not exist" in used.client.trouble
     until(lambda: "does not exist; create it" in used.client.trouble)
     assert not used.client.may_write
-    assert not used.client.may_read(time.monotonic())
+    assert not used.client.may_read
     assert used.client.capacity().used_bytes == 0
     mount.mkdir()
     used.until_anew()
@@ -203,7 +203,7 @@ def test_h122_a_place_is_not_opened_anew_while_an_operation_holds_the_old_one_op
             return int(really(*arguments))
 
         monkeypatch.setattr(type(slab), "preadv", staticmethod(hang))
-        assert used.client.submit_get("hangs", keys, memory(2), time.monotonic(), before=())
+        assert used.client.submit_get("hangs", keys, memory(2), before=())
         assert began.wait(20.0)
         looks: list[int] = []
         really_released = vars(DiskTier)["released"].fget

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpact.cache.groups import RequestGroups
 from kvpact.cache.lookup import Availability
@@ -102,8 +103,8 @@ class Finder:
         if state.tier_lookup is not None:
             return
         missing = len(keys) - max(available.resident, available.stored)
-        if missing and not self.computes_faster(missing, self.reads.lookup_seconds or None):
-            state.begin_lookup(self.reads.ask(keys))
+        if missing:
+            state.begin_lookup(self.reads.ask(keys, partial(self.computes_faster, missing)))
 
     def ask_more(self, state: RequestState, keys: Sequence[BlockKey], rows: int, start: int) -> None:
         """Ask the shared tiers that have answered what they hold of the side groups, if that is not known yet and would
@@ -116,11 +117,9 @@ class Finder:
         rows = len(keys) if groups.groups.chain is None else max(rows, *lookup.hits.values())
         now = self.tiers.clock()
         has, may_have = (self.reads.supplied(lookup, now, unknown=unknown) for unknown in (False, True))
-        sure = groups.longest(state, rows, start, lambda key: self.index.is_held(key) or has(key))
-        perhaps = groups.longest(state, rows, start, lambda key: self.index.is_held(key) or may_have(key))
-        if perhaps > sure:
-            keys = [needed.key for needed in groups.hanging(state, perhaps, start)]
-            self.reads.ask_more(lookup, [key for key in keys if not self.index.is_held(key) and not has(key)])
+        lacks = groups.worth_asking(state, rows, start, has, may_have)
+        if lacks:
+            self.reads.ask_more(lookup, lacks)
 
     def why_unknown(self) -> MissReason:
         """Why blocks are known nowhere: a tier that would be asked for them cannot be, or none of all has them."""
@@ -129,5 +128,5 @@ class Finder:
         return MissReason.TIER_DOWN if is_down else MissReason.NOT_STORED
 
     def computes_faster(self, blocks: int, seconds: float | None) -> bool:
-        """Whether the engine should compute `blocks` blocks in less than `seconds`."""
+        """Whether the engine should compute `blocks` blocks in less than `seconds`, if those are known."""
         return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.groups.block_size, seconds)

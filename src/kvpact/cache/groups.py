@@ -193,6 +193,22 @@ class RequestGroups:
                 sides[read_from.get(key, MEMORY)] += self.bytes_of(run.group)
         return Sources(rows, self.bytes_of(self.groups.chain), tuple(sides.items()), num_rows)
 
+    def worth_asking(
+        self,
+        state: RequestState,
+        rows: int,
+        computed_rows: int,
+        has: Callable[[BlockKey], bool],
+        may_have: Callable[[BlockKey], bool],
+    ) -> list[BlockKey]:
+        """Keys of side groups' blocks that neither memory nor a tier `has` for sure, and that make a match longer if
+        the tiers have all that they `may_have`; none if no match is longer then."""
+        held = self.index.is_held
+        sure = self.longest(state, rows, computed_rows, lambda key: held(key) or has(key))
+        perhaps = self.longest(state, rows, computed_rows, lambda key: held(key) or may_have(key))
+        keys = [needed.key for needed in self.hanging(state, perhaps, computed_rows)] if perhaps > sure else []
+        return [key for key in keys if not held(key) and not has(key)]
+
     def lease(
         self, state: RequestState, keys: Sequence[BlockKey], rows: BlockRange
     ) -> tuple[list[GroupBlocks], list[Pin]]:

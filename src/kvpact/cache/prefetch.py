@@ -14,15 +14,16 @@ from operator import not_
 from typing import NamedTuple
 
 from kvpact.cache.jobs import PactLedger, PactPlan
-from kvpact.cache.request import TierLookup
+from kvpact.cache.lookup import Availability
+from kvpact.cache.request import RequestState, TierLookup
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.totals import Rows
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
-from kvpact.metrics import MEMORY
+from kvpact.metrics import MEMORY, MissReason
 from kvpact.tiers.client import TierClient
-from kvpact.tiers.executor import GetDone, LookupDone, OpId
+from kvpact.tiers.executor import GetDone, LookupDone
 
 
 class Needed(NamedTuple):
@@ -77,30 +78,35 @@ class Prefetcher:
 
     # Finding
 
-    def ask(self, keys: Sequence[BlockKey]) -> TierLookup:
-        """Begin to ask the shared tiers what they hold of `keys`.
+    def ask(self, keys: Sequence[BlockKey], is_too_slow: Callable[[float], bool]) -> TierLookup:
+        """Begin to ask the shared tiers what they hold of `keys`, as far as they are asked now.
 
-        An ill tier is asked now and then to see whether it is well; its answer is waited for only if no well one is
-        asked.
+        Not those that are left alone, nor those of which `is_too_slow` says so, by the seconds of a look-up: these are
+        probed, if that is due.
         """
         lookup, now = TierLookup(keys), self.tiers.clock()
-        tries: dict[TierClient, OpId] = {}
         for client in self.tiers.shared:
-            op_id, is_try = self.tiers.begin(partial(self._end_lookup, client, lookup)), client.is_open
-            if client.submit_lookup(op_id, keys, now, before=()):
-                (tries if is_try else lookup.pending)[client] = op_id
+            if client.is_open:
+                lookup.silent[client] = MissReason.TIER_DOWN
+            elif is_too_slow(client.costs.lookup_seconds):
+                lookup.silent[client] = MissReason.RECOMPUTE_FASTER
+                client.note_too_slow(LookupDone, client.costs.lookup_seconds, now)
             else:
-                self.tiers.withdraw(op_id)
-                self.tiers.metrics.add("skipped_lookups", label=client.name)
-        lookup.pending = lookup.pending or tries
+                op_id = lookup.pending[client] = self.tiers.begin(partial(self._end_lookup, client, lookup))
+                client.submit_lookup(op_id, keys, before=())
+        for client in lookup.silent:
+            self.tiers.metrics.add("skipped_lookups", label=client.name)
+            client.probe(keys, now, before=())
         return lookup
 
     def _end_lookup(self, client: TierClient, lookup: TierLookup, done: LookupDone, now: float) -> None:
-        if done.ok and done.seconds:
+        has_answered = done.ok and done.seconds > 0
+        if has_answered:
             self.tiers.contents[client].note_found(lookup.keys, done.in_a_row, now)
-        lookup.failed |= not done.ok
         if lookup.pending.pop(client, None) is not None:
             lookup.hits[client] = done.in_a_row
+            if not has_answered:
+                lookup.silent[client] = MissReason.TIER_DOWN
 
     def readable(self, keys: Sequence[BlockKey], lookup: TierLookup | None, now: float) -> tuple[int, ...]:
         """The number of `keys` in a row that each tier can supply, in the user's order. Reads memory only.
@@ -112,7 +118,7 @@ class Prefetcher:
     def _readable(self, client: TierClient, keys: Sequence[BlockKey], lookup: TierLookup | None, now: float) -> int:
         if client.shared:
             hits = lookup.hits.get(client, 0) if lookup is not None else 0
-            held = client.readable(keys, min(hits, len(keys)), now)
+            held = client.readable(keys, min(hits, len(keys)))
         else:
             held = client.held(keys, now)
         return self.tiers.contents[client].without_refuted(keys, held, now)
@@ -121,14 +127,14 @@ class Prefetcher:
 
     def ask_more(self, lookup: TierLookup, keys: Sequence[BlockKey]) -> None:
         """Ask the shared tiers that have answered for blocks of side groups, too."""
-        now, lookup.rounds = self.tiers.clock(), lookup.rounds + 1
+        lookup.rounds += 1
         for client in self.tiers.shared:
             known = lookup.hanging.setdefault(client, {})
             unknown = [key for key in keys if key not in known]
             if not unknown or client not in lookup.hits:
                 continue
             op_id = self.tiers.begin(partial(self._end_asking_more, client, lookup, unknown))
-            if client.submit_lookup(op_id, unknown, now):
+            if client.submit_lookup(op_id, unknown):
                 lookup.pending[client] = op_id
             else:
                 self.tiers.withdraw(op_id)
@@ -137,7 +143,8 @@ class Prefetcher:
     def _end_asking_more(
         self, client: TierClient, lookup: TierLookup, keys: Sequence[BlockKey], done: LookupDone, now: float
     ) -> None:
-        lookup.failed |= not done.ok
+        if not done.ok:
+            lookup.silent[client] = MissReason.TIER_DOWN
         lookup.hanging[client].update(zip(keys, done.each, strict=True))
         self.tiers.contents[client].found.add([*compress(keys, done.each)], now)
         lookup.pending.pop(client, None)
@@ -147,7 +154,7 @@ class Prefetcher:
         sources = [
             self._has(client, lookup, now, unknown)
             for client in self.tiers.clients
-            if not client.shared or (lookup is not None and client in lookup.hits and client.may_read(now))
+            if not client.shared or (lookup is not None and client in lookup.hits and client.may_read)
         ]
         return lambda key: any(has(key) for has in sources)
 
@@ -175,7 +182,7 @@ class Prefetcher:
         """The tiers from which blocks of side groups are read, each with its own: the first tier that has one."""
         rest = [*hanging]
         for client in self.tiers.clients:
-            if rest and client.may_read(now):
+            if rest and client.may_read:
                 has = self._has(client, lookup, now)
                 there = [has(needed.key) for needed in rest]
                 yield client, [*compress(rest, there)]
@@ -202,31 +209,31 @@ class Prefetcher:
 
     # Costs
 
-    def _supplier(self, row: int, by_tier: Sequence[int], now: float) -> tuple[TierClient | None, int]:
+    def _supplier(self, row: int, by_tier: Sequence[int]) -> tuple[TierClient | None, int]:
         """The tier from which a row of a chain is read, and how many rows it can supply: the first that has it."""
         supplies = zip(self.tiers.clients, by_tier, strict=True)
-        return next((each for each in supplies if each[1] > row and each[0].may_read(now)), (None, 0))
+        return next((each for each in supplies if each[1] > row and each[0].may_read), (None, 0))
 
     def _amounts(
-        self, lacking: Lacking, by_tier: Sequence[int], lookup: TierLookup | None, now: float
+        self, lacking: Lacking, by_tier: Sequence[int], lookup: TierLookup | None
     ) -> Iterator[tuple[TierClient, int]]:
         """The tiers from which this is read, each with bytes; a tier may come twice."""
         row, sizes = lacking.first, self.tiers.arena.class_bytes
         while row < lacking.end:
-            client, readable = self._supplier(row, by_tier, now)
+            client, readable = self._supplier(row, by_tier)
             if client is None:
                 break
             stop = min(readable, lacking.end)
             yield client, (stop - row) * lacking.row_bytes
             row = stop
-        for client, wanted in self._suppliers(lacking.hanging, lookup, now):
+        for client, wanted in self._suppliers(lacking.hanging, lookup, self.tiers.clock()):
             yield client, sum(sizes[needed.slot_class] for needed in wanted)
 
     def seconds_to_load(self, lacking: Lacking, by_tier: Sequence[int], lookup: TierLookup | None) -> float | None:
         """Expected seconds until this has arrived; None if unknown."""
-        seconds, now = 0.0, self.tiers.clock()
-        for client, nbytes in self._amounts(lacking, by_tier, lookup, now):
-            needed = client.costs.seconds_for(nbytes, now) if nbytes else 0.0
+        seconds = 0.0
+        for client, nbytes in self._amounts(lacking, by_tier, lookup):
+            needed = client.costs.seconds_for(nbytes) if nbytes else 0.0
             if needed is None:
                 return None
             seconds += needed
@@ -236,10 +243,35 @@ class Prefetcher:
         """Whether a tier that can supply blocks from `start` on hangs, which may keep its slots for long."""
         return any(end > start and client.hangs for client, end in zip(self.tiers.clients, by_tier, strict=True))
 
-    @property
-    def lookup_seconds(self) -> float:
-        """Seconds that the quickest shared tier takes for a lookup; 0 if unknown."""
-        return min((client.costs.lookup_seconds for client in self.tiers.shared), default=0.0)
+    def note_declined(
+        self, keys: Sequence[BlockKey], lacking: Lacking, found: Availability, lookup: TierLookup | None
+    ) -> None:
+        """The engine computes what is `lacking` of `keys`, as that is sooner than to read it.
+
+        The tiers that would be read are probed, if that is due.
+        """
+        now, ends = self.tiers.clock(), dict(zip(self.tiers.clients, found.by_tier, strict=True))
+        seconds = self.seconds_to_load(lacking, found.by_tier, lookup) or 0.0
+        for client in {client for client, nbytes in self._amounts(lacking, found.by_tier, lookup) if nbytes}:
+            client.note_too_slow(GetDone, seconds, now)
+            client.probe(keys[: ends[client]], now, before=())
+
+    def probe_silent(self, keys: Sequence[BlockKey], state: RequestState) -> MissReason | None:
+        """Probe the exclusive tiers that are left alone, if that is due, with a prompt that they may have.
+
+        Returns why a tier, shared or not, says nothing of it; None if all have. The record says what is believed of it.
+        """
+        silent = dict(state.tier_lookup.silent) if state.tier_lookup is not None else {}
+        for client in self.tiers.clients:
+            if not client.shared and client.is_open:
+                client.probe(keys, self.tiers.clock(), before=())
+                silent[client] = MissReason.TIER_DOWN
+        record = state.record
+        record.belief = ""
+        for client, reason in silent.items():
+            record.belief = f"{client.name}: {client.trouble or client.slowness or 'its look-up failed':.300}"
+            return reason
+        return None
 
     # Reading
 
@@ -261,7 +293,7 @@ class Prefetcher:
         known = min(end, self.index.known_prefix(keys))
         read_blocks = max(1, READ_BYTES // lacking.row_bytes)
         while known < end:
-            client, readable = self._supplier(known, by_tier, now)
+            client, readable = self._supplier(known, by_tier)
             if client is None:
                 break
             wanted = min(end - known, client.room)
@@ -293,7 +325,7 @@ class Prefetcher:
         op = PrefetchOp(tuple(keys), reservation.slots, sizes, self.index.pin(keys[-1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
         views = [*map(self.tiers.arena.slot_views, numbers)]
-        if not client.submit_get(op_id, op.keys, views, now, before=before):
+        if not client.submit_get(op_id, op.keys, views, before=before):
             self.tiers.withdraw(op_id)
             self.index.abandon(op.slots)
             self.index.unpin(op.pin)

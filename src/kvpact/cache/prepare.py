@@ -202,7 +202,8 @@ class Planner:
         if available.stored > available.resident:
             at = available.stored, available.resident, probe.start
             lacking = self.groups.lacking(state, probe.keys, *at)
-        limits = self._limits(probe, available, lacking, has_news=has_news)
+        silent = self.reads.probe_silent(probe.keys, state) if available.resident < len(probe.keys) else None
+        limits = self._limits(probe, available, lacking, silent, has_news=has_news)
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):
             if plan is None:
@@ -216,12 +217,10 @@ class Planner:
             decision = decision.otherwise
             if isinstance(decision, Miss):
                 decision = decision._replace(reason=self._why_not_staged(probe, available))
-        if (
-            lacking is not None
-            and decision.reason is MissReason.RECOMPUTE_FASTER
-            and state.lookups.start != probe.start
-        ):
+        is_faster = lacking is not None and decision.reason is MissReason.RECOMPUTE_FASTER
+        if lacking is not None and is_faster and state.lookups.start != probe.start:
             self.tiers.metrics.add("declined_blocks", lacking.blocks_after(probe.start))
+            self.reads.note_declined(probe.keys, lacking, available, state.tier_lookup)
         if decision.tiers_done:
             self._let_tiers_go(probe)
         if isinstance(decision, Miss):
@@ -283,8 +282,16 @@ class Planner:
             if keys is not None:
                 self.finder.ask(state, keys, self.finder.find(state, keys, self.tiers.clock()))
 
-    def _limits(self, probe: _Probe, available: Availability, lacking: Lacking | None, *, has_news: bool) -> Limits:
-        """The limits of a prepare; `has_news`: tiers have answered something for it."""
+    def _limits(
+        self,
+        probe: _Probe,
+        available: Availability,
+        lacking: Lacking | None,
+        silent: MissReason | None,
+        *,
+        has_news: bool,
+    ) -> Limits:
+        """The limits of a prepare; `silent`: why a tier says nothing; `has_news`: tiers have answered something."""
         state, first, faster = probe.state, max(available.resident, probe.start), False
         if lacking is not None and self.config.recompute_if_faster and available.stored > first:
             seconds = self.reads.seconds_to_load(lacking, available.by_tier, state.tier_lookup)
@@ -293,7 +300,7 @@ class Planner:
             self.config.min_match_blocks,
             has_news and state.waiting.told is not Told.PUT_OFF and self.tiers.budget.exhausted,
             faster,
-            self._why_not_found(probe, available),
+            self._why_not_found(probe, available, silent),
         )
 
     # Why not
@@ -308,7 +315,7 @@ class Planner:
             return MissReason.UNKNOWN_IDENTITY
         return MissReason.DEADLINE if self.tiers.clock() >= self._deadline(state) else self.finder.why_unknown()
 
-    def _why_not_found(self, probe: _Probe, available: Availability) -> MissReason:
+    def _why_not_found(self, probe: _Probe, available: Availability, silent: MissReason | None) -> MissReason:
         """Why no more is promised than memory has: it is not stored only if every place was asked and has no more."""
         found = max(available.resident, available.stored)
         if probe.state.waiting.ahead is not None:
@@ -318,12 +325,13 @@ class Planner:
         if self.finder.looks_up_at_step:
             return MissReason.ASKED_AT_STEP
         lookup = probe.state.tier_lookup
-        if lookup is not None and (lookup.late or lookup.failed):
-            return MissReason.DEADLINE if lookup.late else MissReason.TIER_DOWN
+        if lookup is not None and lookup.late:
+            return MissReason.DEADLINE
+        if silent is not None:
+            return silent
         if self.finder.may_be_shared and lookup is None:
-            in_time = self.finder.asks_shared and probe.now < self._deadline(probe.state)
-            return MissReason.RECOMPUTE_FASTER if in_time else MissReason.DEADLINE
-        return MissReason.TOO_SHORT if found > probe.start else self.finder.why_unknown()
+            return MissReason.DEADLINE
+        return MissReason.TOO_SHORT if found > probe.start else MissReason.NOT_STORED
 
     def _why_not_staged(self, probe: _Probe, available: Availability) -> MissReason:
         """Why what tiers have of a request's blocks was not read."""

@@ -46,6 +46,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     """Where its blocks were before any was read for it."""
     miss: MissReason | None = None
     """Why nothing was promised."""
+    belief: str = ""
+    """What was believed of a tier that was not asked, or failed, and may have had it."""
     blocks: tuple[int, int] = (0, 0)
     """First block, and the one after the last, of its last plan that has ended."""
     plans: int = 0

@@ -15,6 +15,7 @@ from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import KEY_BYTES, BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
+from kvpact.metrics import MissReason
 from kvpact.ranges import BlockRange
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import OpId
@@ -29,10 +30,10 @@ class TierLookup:
     hits: dict[TierClient, int] = field(default_factory=dict)
     hanging: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
     """Whether each holds the blocks of side groups that it was asked for."""
+    silent: dict[TierClient, MissReason] = field(default_factory=dict)
+    """Tiers that say nothing of it, and why: they were not asked, or failed."""
     rounds: int = 0
     """How often the tiers were asked for blocks of side groups."""
-    failed: bool = False
-    """Whether a tier could not answer."""
     late: bool = False
     """Whether one did not answer in time."""
 

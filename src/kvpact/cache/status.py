@@ -28,6 +28,10 @@ class TierState(msgspec.Struct):
     name: str
     trouble: str = ""
     """Why it is left alone; "" if it is not."""
+    complaint: str = ""
+    """What is wrong with it although it is asked: too slow, full, read-only; "" if nothing."""
+    doubted_for: float = 0.0
+    """Seconds for which it has been left alone, or too slow."""
 
 
 class Lease(msgspec.Struct):
@@ -103,10 +107,12 @@ def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size:
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
     clients = list(cache.tiers.clients)
     found.metrics |= {series("tier_up", each.name): int(not each.is_open) for each in clients if each.is_known}
-    known = {client.name: client.trouble for client in clients}
     down = [tier for tier in tiers_in(found.metrics, "tier_up") if not found.metrics[series("tier_up", tier)]]
-    found.tiers = [TierState(*tier) for tier in {**troubles_in(found.metrics, down), **known}.items()]
     now = found.time = cache.tiers.clock()
+    tiers = {name: TierState(name, trouble) for name, trouble in troubles_in(found.metrics, down).items()}
+    for client in clients:
+        tiers[client.name] = TierState(client.name, client.trouble, client.complaint, client.doubted_for(now))
+    found.tiers = [*tiers.values()]
     found.leases = [
         Lease(
             name_of(plan.request_id),

@@ -147,7 +147,7 @@ class TierSet:
     @property
     def pending(self) -> int:
         """Number of lookups, reads and writes that have not ended."""
-        return len(self._under_way)
+        return len(self._under_way) + sum(client.probing for client in self.clients)
 
     @property
     def hangs(self) -> bool:
@@ -200,8 +200,7 @@ class TierSet:
 
     def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
         """Number of `keys` in a row that workers may read themselves: a tier may still have blocks it should delete."""
-        now = self.clock()
-        return min((client.readable_elsewhere(keys, now) for client in self.shared), default=0)
+        return min((client.readable_elsewhere(keys) for client in self.shared), default=0)
 
     def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A worker has read blocks from the tier at this position: count them, and do not write them again."""

@@ -126,7 +126,8 @@ def _advice(engine: EngineStatus) -> str:
     lookups, evicted = _of(engine, "lookups"), sum(_of(engine, "evicted_blocks", tier) for tier in _sources(engine))
     for tier in engine.tiers:
         if tier.trouble:
-            return f"bring back {tier.name}, which is down: {tier.trouble}"
+            ago = f" for {age(tier.doubted_for)}" if tier.doubted_for else ""
+            return f"bring back {tier.name}, which is down{ago}: {tier.trouble}"
         if _of(engine, "dropped_writes", tier.name) > _of(engine, "written_blocks", tier.name):
             return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
     if not lookups + _of(engine, "spared_lookups"):
@@ -144,15 +145,17 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     whole, spared = engine.prompts.tokens, engine.prompts.engine_tokens + engine.prompts.used_tokens
     share = "{:6.1%}".format if whole else (lambda _: "     -")
     yield "not computed", f"{share(spared / max(1, whole))} {spared:,} of {whole:,} prompt tokens"
-    troubles = {tier.name: tier.trouble for tier in engine.tiers}
+    tiers = {tier.name: tier for tier in engine.tiers}
     for source, tokens in _sources(engine).items():
         held, room = _of(engine, "held_blocks", source), _of(engine, "capacity_blocks", source)
         text = f"{share(tokens / max(1, whole))}" + (f", {held / room:.0%} of {room:,} blocks full" if room else "")
         for name, word in (("tier_failures", "failures"), ("dropped_writes", "writes dropped")):
             text += f", {count:,} {word}" if (count := _of(engine, name, source)) else ""
-        if source in troubles and series("tier_up", source) not in engine.metrics:
+        tier = tiers.get(source, TierState(source))
+        text += f", {tier.complaint}" if tier.complaint else ""
+        if source in tiers and series("tier_up", source) not in engine.metrics:
             text += ", not asked yet"
-        yield f" by {source}", text + (", DOWN" if troubles.get(source) else "")
+        yield f" by {source}", text + (", DOWN" if tier.trouble else "")
     yield "prefill spared", f"{_of(engine, 'spared_prefill_seconds'):,} s"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})
     yield "to change", _advice(engine)
@@ -213,7 +216,8 @@ def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str
             at = max(at, held)
         yield "found", ", ".join(found) or "none of them"
     if record.miss is not None:
-        yield "why not", f"{record.miss}: {MISS_HINTS[record.miss]}"
+        belief = f" ({record.belief})" if record.belief else ""
+        yield "why not", f"{record.miss}: {MISS_HINTS[record.miss]}{belief}"
     for lease in (lease for lease in engine.leases if lease.request_id == record.request_id):
         yield "now", f"{lease.state}, {lease.tokens:,} tokens in {_blocks(*lease.blocks)}"
     if record.plans:

@@ -1,7 +1,7 @@
-"""A circuit breaker: when to stop asking a store, and when to try it again.
+"""A circuit breaker: when to stop asking a store, why, and when it may be tried again.
 
-Owns one state: closed (ask it), open (do not ask it), or trying (one operation is under way). Time is an argument;
-never does I/O.
+Owns one belief, that the store fails: since when, what was seen, and when a try may change it first. Who tries it is
+`TierClient.probe`. Time is an argument; never does I/O.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from collections.abc import Iterator
 from random import random
 from typing import Final
 
+from kvpact.tiers.beliefs import Belief
+
 FAILURES_IN_A_ROW: Final = 3
 """Failures that open it: one may be an accident, and each more costs a request its whole deadline."""
 
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 2.0
-"""A store that works again is used within 1.5 times this, however long it failed."""
 
 JITTER: Final = 0.5
 """A pause is longer by a random share of up to this, so that engines do not all return at once."""
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait after each try of a store in a row that failed."""
+    """Seconds to wait after each try in a row that failed, while nothing but a tier's opening depends on it."""
     pause = FIRST_PAUSE_S
     while True:
         yield pause * (1 + JITTER * random())
@@ -34,49 +35,29 @@ class Breaker:
 
     def __init__(self) -> None:
         self._failures = 0
-        self._pauses = pauses()
-        self._retry_at: float | None = None
-        self._trying = False
+        self.belief: Belief | None = None
+        """Why the tier is not asked; None if it is."""
+        self.try_at = 0.0
+        """Time of the first try after it was opened."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is not asked, except for one try at a time."""
-        return self._retry_at is not None
-
-    def allows(self, now: float) -> bool:
-        """Whether the tier may be asked at `now`. While the breaker is open, True starts the one try."""
-        if not self.is_ready(now):
-            return False
-        self._trying = self.is_open
-        return True
-
-    def is_ready(self, now: float) -> bool:
-        """What `allows` would return at `now`, without starting a try."""
-        return self._retry_at is None or (not self._trying and now >= self._retry_at)
-
-    def not_tried(self) -> None:
-        """The allowed operation was not made; another one may try."""
-        self._trying = False
+        """Whether the tier is not asked, except by a probe."""
+        return self.belief is not None
 
     def succeeded(self) -> None:
         """An operation succeeded."""
-        if self._failures:
-            self._failures, self._pauses = 0, pauses()
-        self._retry_at = None
-        self._trying = False
+        self._failures = 0
+        self.belief = None
 
-    def failed(self, now: float) -> bool:
+    def failed(self, now: float, reason: str) -> bool:
         """An operation failed or timed out. Returns whether this opened the breaker."""
         self._failures += 1
-        if self._retry_at is not None:
-            if self._trying or now >= self._retry_at:
-                self._wait(now)
+        if self.belief is not None:
+            self.belief = self.belief._replace(reason=reason)
             return False
         if self._failures < FAILURES_IN_A_ROW:
             return False
-        self._wait(now)
+        self.belief = Belief(now, reason)
+        self.try_at = now + next(pauses())
         return True
-
-    def _wait(self, now: float) -> None:
-        self._trying = False
-        self._retry_at = now + next(self._pauses)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import fmean
 from typing import Protocol, TypeVar
+
+import numpy as np
 
 from kvpact.errors import printable
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.awaited import AwaitedTier
 from kvpact.tiers.base import BlockBuffer, SupportsPrefix, Tier, TierCapacity, TierCounts, leading
+from kvpact.tiers.beliefs import PROBE_BYTES, PROBE_SECONDS, Belief, Probes
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
@@ -83,9 +87,10 @@ class Deleted:
 class TierClient:
     """One tier. `poll` reports each submitted operation once, under the caller's op id; see `TierExecutor`.
 
-    A tier that fails, raises or hangs costs its own hits: after several failures in a row it is not asked for a while,
-    then tried with one operation. Look-ups and reads have a breaker each, because a store may do one and fail the
-    other. A slow write is no failure: nothing waits for it.
+    A tier that fails, raises or hangs costs its own hits: after several failures in a row it is not asked, nor while
+    the engine computes sooner than it answers. Look-ups and reads have a breaker each, because a store may do one and
+    fail the other. A slow write is no failure: nothing waits for it. What keeps it from being asked is put to the test
+    by `probe`.
     """
 
     def __init__(
@@ -120,6 +125,14 @@ class TierClient:
         self._reads_find_out = reads_find_out
         self._lookups, self._reads = Breaker(), Breaker()
         self._was_asked = False
+        self._slow: dict[type[LookupDone | GetDone], Belief] = {}
+        """Operations for which the engine computed what it lacks, because that was sooner."""
+        self._probes = Probes()
+        self._probe_ids = count(1)
+        self._probing: dict[OpId, tuple[Sequence[BlockKey], Sequence[BlockKey] | None]] = {}
+        """Probes under way, each with its keys and those before them."""
+        self._block_sizes: dict[bool, int] = {}
+        """Bytes of a block that was read last: of those that follow one another, and of those that do not."""
         self._was_open = False
         """Whether people were told last that it is left alone."""
         self._stuck = False
@@ -164,7 +177,7 @@ class TierClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is not asked, except for a try now and then."""
+        """Whether the tier is not asked, except by a probe now and then."""
         return self._lookups.is_open or self._reads.is_open or self._is_out
 
     @property
@@ -175,13 +188,36 @@ class TierClient:
     @property
     def trouble(self) -> str:
         """Why it is left alone; "" if it is not."""
-        if not self.is_open:
-            return ""
-        return self._contained("health", lambda: self.tier.health().reason, "") or "it does not answer in time"
+        if self.is_awaited:
+            return self._health_reason or "it has not answered yet"
+        if self.deletions.lost_count:
+            return "it does not delete what it must"
+        if self._stuck:
+            return "operations that do not end occupy all its threads"
+        belief = self._lookups.belief or self._reads.belief
+        return belief.reason if belief is not None else ""
 
-    def may_read(self, now: float) -> bool:
-        """Whether the tier may be read at `now`."""
-        return not self._is_out and self._reads.is_ready(now)
+    @property
+    def slowness(self) -> str:
+        """Why prompts were computed for which it could be asked; "" if none was since it was asked last."""
+        return "; ".join(belief.reason for belief in list(self._slow.values()))
+
+    @property
+    def complaint(self) -> str:
+        """Troubles of a tier that is asked all the same: too slow, full, read-only; "" if nothing."""
+        undeleted = f"it has not deleted {self.undeleted} blocks that it must, which are not read"
+        said = (self.slowness, "" if self.is_open else self._health_reason, undeleted if self.undeleted else "")
+        return "; ".join(filter(None, said))
+
+    def doubted_for(self, now: float) -> float:
+        """Seconds for which it has been left alone, or too slow; 0 if it is neither."""
+        beliefs = [self._lookups.belief, self._reads.belief, *list(self._slow.values())]
+        return max((now - belief.since for belief in beliefs if belief is not None), default=0.0)
+
+    @property
+    def may_read(self) -> bool:
+        """Whether the tier may be read for a request."""
+        return not (self._is_out or self._reads.is_open)
 
     @property
     def may_write(self) -> bool:
@@ -192,6 +228,11 @@ class TierClient:
     def _is_out(self) -> bool:
         """Whether nothing can be asked of it, a try neither."""
         return self.is_awaited or self._stuck or self.deletions.lost_count
+
+    @property
+    def probing(self) -> int:
+        """Number of its own probes under way."""
+        return len(self._probing)
 
     @property
     def hangs(self) -> bool:
@@ -235,17 +276,20 @@ class TierClient:
         """Count an overdue operation as one failure."""
         if op_id not in self._timed_out:
             self._timed_out.add(op_id)
-            self._fail(self._reads if op_id in self._lent_reads else self._lookups, now)
+            breaker = self._reads if op_id in self._lent_reads else self._lookups
+            self._fail(breaker, now, "it does not answer in time")
 
     def _record_result(self, breaker: Breaker, done: LookupDone | GetDone, now: float) -> None:
         """Record a success or failure; an operation that timed out is counted already."""
         timed_out = done.op_id in self._timed_out
         self._timed_out.discard(done.op_id)
-        if not done.seconds:
-            breaker.not_tried()
-        elif not timed_out and (not done.ok or self._broke_its_word(done)):
-            self._fail(breaker, now)
-        elif not timed_out:
+        if not done.seconds or timed_out:
+            return
+        if not done.ok:
+            self._fail(breaker, now, self._health_reason or "its operations fail")
+        elif self._broke_its_word(done):
+            self._fail(breaker, now, "it delivers nothing of what it says that it holds")
+        else:
             breaker.succeeded()
             self._say_whether_open()
 
@@ -254,11 +298,15 @@ class TierClient:
         may_miss = self._reads_find_out or self.tier.others_evict
         return isinstance(done, GetDone) and not any(done.each) and not may_miss
 
-    def _fail(self, breaker: Breaker, now: float) -> None:
+    @property
+    def _health_reason(self) -> str:
+        return self._contained("health", lambda: self.tier.health().reason, "")
+
+    def _fail(self, breaker: Breaker, now: float, reason: str) -> None:
         self._was_asked = True
         if self._metrics is not None:
             self._metrics.add("tier_failures", label=self.name)
-        if breaker.failed(now) and breaker is self._reads:
+        if breaker.failed(now, reason) and breaker is self._reads:
             self.executor.cancel_waiting_reads()
         self._say_whether_open()
 
@@ -268,6 +316,57 @@ class TierClient:
             logger.warning("kvpact: the %s tier works again", self.name)
         elif self._was_open and not was_open:
             logger.warning("kvpact: the %s tier is left alone for a while: %.300s", self.name, printable(self.trouble))
+
+    # What keeps it from being asked
+
+    def note_too_slow(self, kind: type[LookupDone | GetDone], seconds: float, now: float) -> None:
+        """The engine computes what a prompt lacks, because that is sooner than such an operation, of `seconds`."""
+        what = "a look-up takes" if kind is LookupDone else "a read would take"
+        reason = f"{what} {1000 * seconds:,.0f} ms, and the engine computes such prompts sooner"
+        since = self._slow[kind].since if kind in self._slow else now
+        self._slow[kind] = Belief(since, reason)
+        text = "kvpact: the %s tier is too slow for now: %s; tried again every %d s while prompts come"
+        self._warned.log("slow", logging.INFO, text, self.name, reason, PROBE_SECONDS)
+
+    def probe(self, keys: Sequence[BlockKey], now: float, *, before: Sequence[BlockKey] | None = None) -> None:
+        """Try the tier again with a prompt's `keys`, for which it was not asked, if that is due. Nobody waits for it.
+
+        It looks them up, and if reads are in doubt reads what it finds into memory of its own.
+        """
+        if self._is_out or now < max(self._lookups.try_at, self._reads.try_at) or not self._probes.begins(now):
+            return
+        op_id = ("probe", next(self._probe_ids))
+        self._probing[op_id] = keys, before
+        self.executor.submit(Job(op_id, keys, before=before, kind=LookupDone))
+
+    def _probe_on(self, done: LookupDone | GetDone) -> None:
+        """A probe's look-up has ended: go on with a read where that is in doubt; or its read has.
+
+        What was measured before counts no more where it kept the tier from being asked.
+        """
+        keys, before = self._probing.pop(done.op_id)
+        if done.ok and done.seconds and type(done) in self._slow:
+            forget = self.costs.forget_lookups if isinstance(done, LookupDone) else self.costs.forget_reads
+            forget()
+        if isinstance(done, GetDone) or not (done.ok and (self._reads.is_open or GetDone in self._slow)):
+            return
+        size = self._block_sizes.get(before is not None, 0)
+        held = min(done.in_a_row, max(1, PROBE_BYTES // size)) if size else 0
+        if held:
+            memory = np.empty(held * size, np.uint8).data
+            buffers = [[memory[block * size : (block + 1) * size]] for block in range(held)]
+            op_id = ("probe", next(self._probe_ids))
+            self._probing[op_id] = keys, before
+            self._lent_reads[op_id] = 0
+            self._block_bytes[op_id] = size
+            self.executor.submit(Job(op_id, keys[:held], buffers, before))
+            self.executor.flush()
+        elif not size:  # nothing was ever read like this: a request finds out
+            self._reads.succeeded()
+            self._slow.pop(GetDone, None)
+            self.costs.forget_reads()
+        elif not self.shared:
+            self._probes.told_nothing()
 
     # Asking
 
@@ -286,21 +385,21 @@ class TierClient:
     def have(self, keys: Sequence[BlockKey], now: float) -> Sequence[bool]:
         """Which of these blocks can be read from an exclusive tier."""
         nothing = [False] * len(keys)
-        if not self.may_read(now):
+        if not self.may_read:
             return nothing
         try:
             held = checked_answers(self.tier.lookup(keys), len(keys))
             self._was_asked = True
         except Exception as error:
             self._warn_once("lookup", error)
-            self._fail(self._reads, now)
+            self._fail(self._reads, now, f"its look-up raised {type(error).__name__}")
             return nothing
         if not len(self.deletions):
             return held
         return [is_held and key not in self.deletions for key, is_held in zip(keys, held, strict=True)]
 
     def _count(self, question: Callable[[Sequence[BlockKey]], int], keys: Sequence[BlockKey], now: float) -> int:
-        if not self.may_read(now):
+        if not self.may_read:
             return 0
         try:
             count = checked_count(question(keys), len(keys))
@@ -308,23 +407,22 @@ class TierClient:
             return count
         except Exception as error:
             self._warn_once("lookup", error)
-            self._fail(self._reads, now)
+            self._fail(self._reads, now, f"its look-up raised {type(error).__name__}")
             return 0
 
-    def readable(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
+    def readable(self, keys: Sequence[BlockKey], held: int) -> int:
         """How many of the first `held` keys may be read: 0 if the tier fails, and none from a pending deletion on."""
-        return self.deletions.first_among(keys, held) if self.may_read(now) else 0
+        return self.deletions.first_among(keys, held) if self.may_read else 0
 
-    def readable_elsewhere(self, keys: Sequence[BlockKey], now: float) -> int:
+    def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
         """How many `keys` may be read by who has opened the tier too, perhaps sooner than here."""
-        return self.deletions.first_among(keys, len(keys) if self.is_awaited or self.may_read(now) else 0)
+        return self.deletions.first_among(keys, len(keys) if self.is_awaited or self.may_read else 0)
 
-    def submit_lookup(
-        self, op_id: OpId, keys: Sequence[BlockKey], now: float, *, before: Sequence[BlockKey] | None = None
-    ) -> bool:
-        """See `TierExecutor`. Returns False and does nothing if the tier may not be asked now."""
-        if not self.may_read(now) or not self._lookups.allows(now):
+    def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], *, before: Sequence[BlockKey] | None = None) -> bool:
+        """See `TierExecutor`. Returns False and does nothing if the tier is not asked now."""
+        if self._lookups.is_open or not self.may_read:
             return False
+        self._slow.pop(LookupDone, None)
         self.executor.submit(Job(op_id, keys, before=before, kind=LookupDone))
         return True
 
@@ -333,14 +431,15 @@ class TierClient:
         op_id: OpId,
         keys: Sequence[BlockKey],
         buffers: Sequence[BlockBuffer],
-        now: float,
         *,
         before: Sequence[BlockKey] | None = None,
     ) -> bool:
-        """See `TierExecutor`. Returns False and does nothing if the tier may not be read now. At most `room` blocks."""
-        if not self.may_read(now) or not self._reads.allows(now):
+        """See `TierExecutor`. Returns False and does nothing if the tier is not read now. At most `room` blocks."""
+        if not self.may_read:
             return False
+        self._slow.pop(GetDone, None)
         self._lent_reads[op_id] = len(buffers)
+        self._block_sizes[before is not None] = bytes_of(buffers[0])
         self._block_bytes[op_id] = bytes_of(buffers[0]) if before is not None else fmean(map(bytes_of, buffers))
         self.executor.submit(Job(op_id, keys, buffers, before))
         return True
@@ -382,6 +481,9 @@ class TierClient:
                 keys = self.deletions.end(done)
                 self._say_whether_open()
                 yield Deleted(keys)
+            elif done.op_id in self._probing and not isinstance(done, PutDone):
+                self._probe_on(done)
+                self._note(done, self._clock())
             else:
                 self._note(done, self._clock())
                 yield done
@@ -398,7 +500,7 @@ class TierClient:
             self._record_result(self._reads, done, now)
             nbytes = round(sum(done.each) * self._block_bytes.pop(done.op_id))
             if done.seconds and nbytes:
-                self.costs.note_read(nbytes, done.seconds, now)
+                self.costs.note_read(nbytes, done.seconds)
             self._lent_reads.pop(done.op_id)
         else:
             self._lent_writes.pop(done.op_id, None)
@@ -459,6 +561,7 @@ def observe_tier(metrics: Gauges, client: TierClient, block_bytes: int) -> None:
     if client.is_known:
         metrics.set("tier_up", 1 - is_open, name)
     metrics.set("open_breakers", is_open, name)
+    metrics.set("slow_tiers", int(bool(client.slowness)), name)
     metrics.set("capacity_blocks", capacity.capacity_bytes // block_bytes, name)
     metrics.set("held_blocks", capacity.blocks, name)
     metrics.set("used_bytes", capacity.used_bytes, name)

@@ -12,9 +12,6 @@ from typing import Final
 DECAY: Final = 0.8
 """Factor on the weight of earlier measurements at each new one: the last five make up two thirds."""
 
-FORGET_SECONDS: Final = 30.0
-"""A tier that was too slow is tried again after this many seconds without a read."""
-
 
 @dataclass(slots=True)
 class DecayingRate:
@@ -40,7 +37,6 @@ class TierCosts:
 
     latency: DecayingRate = field(default_factory=DecayingRate)
     bandwidth: DecayingRate = field(default_factory=DecayingRate)
-    read_at: float = 0.0
 
     @property
     def lookup_seconds(self) -> float:
@@ -56,16 +52,21 @@ class TierCosts:
         """Add the duration of a look-up."""
         self.latency.add(1, seconds)
 
-    def note_read(self, nbytes: int, seconds: float, now: float) -> None:
+    def note_read(self, nbytes: int, seconds: float) -> None:
         """Add a read: `nbytes` arrived in `seconds` of one thread."""
         self.bandwidth.add(nbytes, seconds)
-        self.read_at = now
 
-    def seconds_for(self, nbytes: int, now: float) -> float | None:
-        """Expected seconds to read `nbytes`; None if there is no recent measurement."""
-        if not self.bytes_per_second or now > self.read_at + FORGET_SECONDS:
-            return None
-        return nbytes / self.bytes_per_second
+    def forget_lookups(self) -> None:
+        """The next look-up alone says how long one takes: those before it kept the tier from being asked."""
+        self.latency = DecayingRate()
+
+    def forget_reads(self) -> None:
+        """The next read alone says how much arrives in a second: those before it kept the tier from being read."""
+        self.bandwidth = DecayingRate()
+
+    def seconds_for(self, nbytes: int) -> float | None:
+        """Expected seconds to read `nbytes`; None if nothing was read yet."""
+        return nbytes / self.bytes_per_second if self.bytes_per_second else None
 
 
 class PrefillRate:
@@ -98,7 +99,7 @@ class PrefillRate:
         return tokens / self.tokens_per_second if self.tokens_per_second else 0.0
 
     def is_faster(self, tokens: int, load_seconds: float | None) -> bool:
-        """Whether computing `tokens` is faster than loading them; False if either time is unknown."""
-        if load_seconds is None or not self.tokens_per_second:
+        """Whether computing `tokens` is faster than loading them; False if either time is unknown, None or 0."""
+        if not load_seconds or not self.tokens_per_second:
             return False
         return self.seconds_for(tokens) < load_seconds

@@ -24,6 +24,8 @@ class SteppedExecutor(TierExecutor):
         super().__init__(tier, 1, max_write_bytes)
         self.stalled_steps = 0
         """Calls of `advance` that will run no job: the tier is stalled."""
+        self.seconds = INSTANT_S
+        """Of each operation from now on, as it is reported."""
         self.reads = 0
         """Reads submitted so far."""
         self._clock = clock
@@ -60,7 +62,7 @@ class SteppedExecutor(TierExecutor):
     def poll(self) -> Iterator[Done]:
         """See `TierExecutor`; the real duration is replaced, because a run must repeat exactly."""
         for done in super().poll():
-            yield replace(done, seconds=INSTANT_S) if done.seconds else done
+            yield replace(done, seconds=self.seconds) if done.seconds else done
 
     def drop(self) -> None:
         """The process dies: no waiting job runs any more."""

@@ -111,11 +111,14 @@ class TierJobs:
     def holds(self, name: BlockKey, since: float, now: float) -> bool | None:
         """Whether a block can be loaded, for a request that waits `since` then; None while the store is asked."""
         client, answers = self.client, self._answers
-        if answers.refuted.added_since(name, now - REFUTED_SECONDS) or not client.may_read(now):
+        if answers.refuted.added_since(name, now - REFUTED_SECONDS):
             return False
         believed_since = now - ASK_AGAIN_SECONDS if client.shared else since
-        if answers.held.added_since(name, believed_since):
+        if client.may_read and answers.held.added_since(name, believed_since):
             return True
+        if client.is_open:
+            client.probe((name,), now)
+            return False
         if answers.absent.added_since(name, since) or now >= since + self._patience:
             return False
         if not client.shared and self._at_once:
@@ -132,7 +135,7 @@ class TierJobs:
             op_id = ("lookup", names[0], now)
             if not client.shared:
                 answers.note(names, client.have(names, now), now)
-            elif client.submit_lookup(op_id, names, now):
+            elif client.submit_lookup(op_id, names):
                 answers.asking[op_id] = names
         self.client.executor.flush()
 
@@ -145,7 +148,7 @@ class TierJobs:
         if self.client.shared:
             buffers = [np.empty(self._row_bytes, np.uint8).data for _ in rows]
         load = _Load(job, names, rows, buffers, now + self._patience)
-        if self.client.submit_get(job.job_id, names, [[buffer] for buffer in buffers], now):
+        if self.client.submit_get(job.job_id, names, [[buffer] for buffer in buffers]):
             self._loads[job.job_id] = load
         else:
             self._report_load(load, now)
