@@ -63,6 +63,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_weights.py",
     "tests/under_vllm/test_flood.py",
     "tests/under_vllm/test_http_life.py",
+    "tests/under_vllm/test_http_slow_store.py",
     "tests/under_vllm/test_http_status.py",
     "tests/under_vllm/test_pressure.py",
     "tests/under_vllm/test_store_faults.py",

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpact.tiers.beliefs import PROBE_SECONDS, Probes
-from kvpact.tiers.breaker import FAILURES_IN_A_ROW, FIRST_PAUSE_S, JITTER, Breaker
+from kvpact.tiers.breaker import FAILURES_IN_A_ROW, FIRST_TRY_S, JITTER, Breaker
 from kvpact.tiers.costs import PrefillRate, TierCosts
 
-LONGEST = FIRST_PAUSE_S * (1 + JITTER)
+LONGEST = FIRST_TRY_S * (1 + JITTER)
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -31,7 +31,7 @@ def test_single_failures_open_nothing() -> None:
 def test_failures_in_a_row_open_it_until_a_try_works() -> None:
     breaker = opened(1.0)
     assert breaker.belief == (1.0, "it hangs")
-    assert 1.0 + FIRST_PAUSE_S <= breaker.try_at <= 1.0 + LONGEST
+    assert 1.0 + FIRST_TRY_S <= breaker.try_at <= 1.0 + LONGEST
     breaker.succeeded()
     assert not breaker.is_open
 

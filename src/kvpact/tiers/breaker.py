@@ -15,6 +15,12 @@ from kvpact.tiers.beliefs import Belief
 FAILURES_IN_A_ROW: Final = 3
 """Failures that open it: one may be an accident, and each more costs a request its whole deadline."""
 
+FIRST_TRY_S: Final = 3.0
+"""From the opening to the first try: a store that starts anew, or whose network was cut for a moment, is back by then.
+
+The next try is as late as `PROBE_SECONDS` says.
+"""
+
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 2.0
 
@@ -59,5 +65,5 @@ class Breaker:
         if self._failures < FAILURES_IN_A_ROW:
             return False
         self.belief = Belief(now, reason)
-        self.try_at = now + next(pauses())
+        self.try_at = now + FIRST_TRY_S * (1 + JITTER * random())
         return True
