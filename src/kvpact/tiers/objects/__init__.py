@@ -1,5 +1,6 @@
 """Records in object stores."""
 
+from kvpact.own_files import group_number
 from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text, whole_number, yes_or_no
 
 _OPTIONS = {
@@ -14,6 +15,6 @@ BACKEND = Backend(
         "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OPTIONS),
         "gs": UrlRules("gs://bucket/prefix", _OPTIONS),
         "az": UrlRules("az://container/prefix", _OPTIONS),
-        "file": UrlRules("file:///mnt/objects/kvpact", {**_OPTIONS, "group": some_text}),
+        "file": UrlRules("file:///mnt/objects/kvpact", {**_OPTIONS, "group": group_number}),
     },
 )
