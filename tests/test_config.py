@@ -281,7 +281,7 @@ def test_a_slip_that_is_no_services_variable_is_still_named(name: str) -> None:
         ("layerwise", "perhaps", "boolean"),
         ("model_id", "", "at least 1 character"),
         ("tiers", DISK, "list of tier URLs"),
-        ("tiers", ["/var/cache"], 'unknown kind of tier ""'),
+        ("tiers", ["/var/cache"], "a path alone is no tier; write the whole path into a URL"),
         ("tiers", ["dsik:///a?capacity=1GiB"], 'did you mean "disk"?'),
         ("tiers", ["disk://var/cache?capacity=1GiB"], "three slashes"),
         ("tiers", ["disk:cache?capacity=1GiB"], "three slashes"),

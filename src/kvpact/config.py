@@ -10,8 +10,10 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -20,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from kvpact.errors import ConfigError, reason_of
 from kvpact.tiers.backends import MEMORY, SCHEMES
 from kvpact.tiers.urls import TierURL, nearest, parse_tier_url, redact
-from kvpact.units import parse_duration, parse_size
+from kvpact.units import POWERS, parse_duration, parse_size
 
 ENVIRONMENT_PREFIX: Final = "KVPACT_"
 CONFIG_FILE_VARIABLE: Final = "KVPACT_CONFIG"
@@ -63,16 +65,24 @@ def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
 
 
 def _exact_size(num_bytes: int) -> str | int:
-    """A size as short as it can be written without losing a byte."""
-    for unit, letter in ((1024**power, "BKMGTP"[power]) for power in (5, 4, 3, 2, 1)):
-        if num_bytes and num_bytes % unit == 0:
-            return f"{num_bytes // unit}{letter}iB"
-    return num_bytes
+    """A size by the smallest number that loses no byte, of 1024-based and 1000-based units."""
+    units = [(base**power, f"{letter}{end}") for base, end in ((1024, "iB"), (1000, "B")) for power, letter in POWERS]
+    exact = [(num_bytes // size, unit) for size, unit in units if num_bytes and num_bytes % size == 0]
+    number, unit = min(exact, key=itemgetter(0), default=(num_bytes, ""))
+    return f"{number}{unit}" if unit else number
+
+
+def _parse_path(value: object) -> Path:
+    """A path from the root or the working folder, with "~" for a home folder."""
+    with suppress(RuntimeError):  # nobody here has that name
+        if isinstance(value, str | Path) and str(value):
+            return Path(value).expanduser()
+    raise ValueError('the path of a file is needed, such as "/run/kvpact/file"')
 
 
 def _refuse_bool(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError("a whole number is needed")
+        raise ValueError("a whole number is needed, such as 2")
     return value
 
 
@@ -84,6 +94,7 @@ def _check_factory(name: str) -> str:
 
 Size: TypeAlias = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_exact_size)]
 Seconds: TypeAlias = Annotated[float, BeforeValidator(parse_duration)]
+FilePath: TypeAlias = Annotated[Path, BeforeValidator(_parse_path)]
 Count: TypeAlias = Annotated[int, BeforeValidator(_refuse_bool)]
 TierURLs: TypeAlias = Annotated[
     tuple[TierURL, ...],
@@ -99,9 +110,11 @@ class KvpactConfig(BaseModel):
 
     memory: Size = Field(default=4 * 1024**3, gt=0)
     """Bytes of the memory tier: the arena that every load passes through."""
-    cache: Annotated[str, AfterValidator(_check_factory)] | None = None
+    cache: Annotated[str, AfterValidator(_check_factory)] | None = Field(
+        default=None, examples=["my_package.my_cache:MyCache"]
+    )
     """Another author's cache in the place of kvpact's own: "module:factory", see `kvpact.contract.CacheSpec`."""
-    tiers: TierURLs = ()
+    tiers: TierURLs = Field(default=(), examples=[[SCHEMES["disk"].example]])
     """Where blocks outlive memory, fastest first."""
     prepare_deadline: Seconds = 2.0
     """How long prepare may answer "ask again later" while tiers are asked and read; 0 serves from memory only."""
@@ -129,17 +142,17 @@ class KvpactConfig(BaseModel):
     """Whether a match is not loaded if the engine is expected to compute it sooner than a tier would deliver it."""
     require_tiers: bool = False
     """Whether an engine with a tier that cannot be used at the start does not start, instead of using it later."""
-    record_key_file: Path | None = None
+    record_key_file: FilePath | None = Field(default=None, examples=["/run/secrets/records"])
     """A file with 16 secret bytes or more: records in shared tiers are sealed with it, and others are not served."""
-    model_id: str | None = Field(default=None, min_length=1)
+    model_id: str | None = Field(default=None, min_length=1, examples=["llama-3@1"])
     """Identity of the base weights, for weights that their files do not identify: equal only where the weights are."""
-    weights_version: str | None = Field(default=None, min_length=1)
+    weights_version: str | None = Field(default=None, min_length=1, examples=["step-1200"])
     """A word for the weights that the engine starts with, beside their identity; after a reset it must be said anew."""
     share_drawn_epochs: bool = False
     """Whether shared tiers are written after a reset without a word, though no other engine can use those blocks."""
     io_threads: Count = Field(default=2, ge=1, le=64)
     """Host threads that read and write the tiers."""
-    stats_file: Path | None = None
+    stats_file: FilePath | None = Field(default=None, examples=["/run/kvpact/stats.json"])
     """A JSON file that the idle engine keeps up to date with all counts; for programs beside it."""
     gpu: Literal["auto", "off"] = "auto"
     """Whether an engine with KV memory on a GPU starts, if the copies there pass a trial; later they are checked."""
@@ -162,7 +175,7 @@ class KvpactConfig(BaseModel):
 
     def described(self) -> str:
         """What was set, for a log: no value holds a credential."""
-        values = {key: getattr(self, key) for key in sorted(self.model_fields_set)}
+        values = dict(sorted(self.connector_extra_config().items()))
         return ", ".join(f"{key}={_shown(value)}" for key, value in values.items()) or "nothing"
 
     def kv_transfer_config(self, *, without: Collection[str] = ()) -> dict[str, object]:
@@ -261,23 +274,39 @@ def load_with_variables(
         first = errors.errors()[0]
         key = str(first["loc"][0])
         setting = settings[key]
-        if first["type"] == "extra_forbidden":
+        if first["type"] == "extra_forbidden" and isinstance(setting.value, Mapping):
+            message = f"[{key}] in {setting.source} is a table, and keys stand at the top level: leave [{key}] out"
+        elif first["type"] == "extra_forbidden":
             message = f'unknown key "{key}" in {setting.source}{nearest(key, KvpactConfig.model_fields)}'
         else:
             reason = first["msg"].removeprefix("Value error, ")
+            if first["type"] != "value_error":
+                reason += f", such as {_example(key)}"
             message = f"{key}={_shown(setting.value)} in {setting.source}: {reason}"
         raise ConfigError(message) from None
+
+
+def _example(key: str) -> str:
+    """A value that is right for a key, as it is written in JSON: its example, or its default."""
+    examples = KvpactConfig.model_fields[key].examples
+    return json.dumps(examples[0] if examples else KvpactConfig().model_dump(mode="json")[key])
 
 
 def _toml_settings(path: Path) -> dict[str, _Setting]:
     import tomllib
 
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        path = _parse_path(path)
+    except ValueError as error:
+        raise ConfigError(f"the configuration file {path}: {error}") from None
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} is not TOML: {error}") from None
+        theirs = path.suffix in (".yaml", ".yml")
+        hint = f"; a file of vLLM's stands behind --: kvpact serve MODEL -- --config {path}" if theirs else ""
+        raise ConfigError(f"the configuration file {path} is not TOML: {error}{hint}") from None
     variable = f"{CONFIG_FILE_VARIABLE}={path.absolute()}"
     return {key: _Setting(value, str(path), variable) for key, value in table.items()}
 

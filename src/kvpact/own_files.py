@@ -50,6 +50,16 @@ class NotOurs(TierError):
     """A file or folder that kvpact would use is another user's, is a link, or cannot be made. One line for people."""
 
 
+def group_number(name: str) -> int:
+    """The number of a group by its name or number. Raises ValueError if this machine knows no such group."""
+    if name.isascii() and name.isdecimal():
+        return int(name)
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ValueError(f"this machine knows no group {name!r}; give its name or number as in /etc/group") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """Who may read and write: this user alone, or with the members of one `group` (its number)."""
@@ -59,14 +69,10 @@ class Access:
     @classmethod
     def of(cls, name: str | None) -> Access:
         """For a group's name or number, as in `?group=NAME`. Raises NotOurs if this machine knows no such group."""
-        if name is None:
-            return cls()
-        if name.isascii() and name.isdecimal():
-            return cls(int(name))
         try:
-            return cls(grp.getgrnam(name).gr_gid)
-        except KeyError:
-            raise NotOurs(f"this machine knows no group {name!r}; give its name or number as in /etc/group") from None
+            return cls(None if name is None else group_number(name))
+        except ValueError as error:
+            raise NotOurs(str(error)) from None
 
     @property
     def file_mode(self) -> int:

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Final
 
+POWERS: Final = tuple(enumerate("KMGTP", start=1))
+"""Powers of 1024 or 1000, and the first letters of their units."""
+
 _BYTES_PER_UNIT: Final = {"b": Fraction(1)} | {
-    f"{letter}{suffix}": Fraction(base**power)
-    for power, letter in enumerate("kmgtp", start=1)
+    f"{letter.lower()}{suffix}": Fraction(base**power)
+    for power, letter in POWERS
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _SECONDS_PER_UNIT: Final = {
@@ -44,7 +47,7 @@ def parse_age(value: str) -> float:
     """
     if value.strip().replace(".", "", 1).isdecimal():
         raise ValueError(f'say in which unit: "{value}d" for days, "{value}h" for hours, "{value}s" for seconds')
-    return parse_duration(value)
+    return float(_parse(value, _SECONDS_PER_UNIT, "", 'a time with its unit is needed, such as "7d", "12h" or "30m"'))
 
 
 def parse_duration(value: object) -> float:

@@ -145,7 +145,8 @@ def test_h37_gc_removes_what_no_engine_will_ask_for(place: str, monkeypatch: pyt
     ("arguments", "message"),
     [
         ((), "give --namespace NAME, --older-than AGE, or both"),
-        (("--older-than", "a while"), "a time such as"),
+        (("--older-than", "a while"), 'a time with its unit is needed, such as "7d"'),
+        (("--older-than", "7x"), 'a time with its unit is needed, such as "7d"'),
         (("--older-than", "7"), 'say in which unit: "7d" for days'),
         (("--older-than", "0.5"), 'say in which unit: "0.5d" for days'),
         (("--namespace", "0123abc"), "at least the first 8 digits"),

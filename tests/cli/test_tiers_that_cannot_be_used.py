@@ -124,9 +124,9 @@ said = tiers_not_as_wanted(load_config({{"tiers": [url, "disk:///var/cache/kvpac
 SlabDirectory.prepare(Path(parse_tier_url(url).path), 1 << 20)
 print(json.dumps([said, sorted(str(path.relative_to(place)) for path in place.rglob("*"))]))
 """
-        printed = as_user(OTHER_USER, program, home, imports=IMPORTS)
-        assert isinstance(printed, list)
-        said, made = printed
+        found = as_user(OTHER_USER, program, home, imports=IMPORTS)
+    assert isinstance(found, list)
+    said, made = found
     (line,) = said
     assert line.startswith("kvpact: tier disk:///var/cache/kvpact-of-root?capacity=1MiB: cannot be used now, ")
     assert line.endswith(f": /var/cache cannot be written by user {OTHER_USER}; give this user the right to")

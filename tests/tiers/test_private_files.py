@@ -141,7 +141,7 @@ def test_h84_a_group_that_is_named_shares_and_nobody_else(kind: str, place: Path
 
 
 def test_h84_a_group_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="knows no group 'no-such-group'; give its name or number"):
+    with pytest.raises(ValueError, match="knows no group 'no-such-group'; give its name or number"):
         open_tier(parse_tier_url(f"dir://{tmp_path}?capacity=1MiB&group=no-such-group"), TierContext(NAMESPACE, SLOT))
 
 

@@ -63,8 +63,11 @@ def new_app(what: str, group: type[TyperGroup] = OneLineErrors, *, completes: bo
 COMMANDS: Final = "kvpact.commands"
 """The group of entry points: the name of a command, and the function that typer makes it from."""
 
-OF_THE_KIT: Final = {"conformance": "kvpact[testkit]", "demo": "kvpact[demo]"}
-"""Commands of the distribution kvpact-testkit, and what brings each."""
+OF_THE_KIT: Final = {
+    "conformance": ("kvpact[testkit]", "Run the contract's checks on a cache or connector."),
+    "demo": ("kvpact[demo]", "Show on a real vLLM what is computed once and loaded then."),
+}
+"""Commands of the distribution kvpact-testkit: what brings each, and what it does."""
 
 
 class _WithOthersCommands(OneLineErrors):
@@ -91,7 +94,7 @@ def _others_command(name: str) -> Any:
     if entry is None and name not in OF_THE_KIT:
         return None
     if entry is None:
-        reason = f"is in the test kit: pip install '{OF_THE_KIT[name]}'"
+        reason = f"is in the test kit: pip install '{OF_THE_KIT[name][0]}'"
     else:
         try:
             return _command_from(name, entry.load())
@@ -102,7 +105,10 @@ def _others_command(name: str) -> Any:
         raise ConfigError(f"`kvpact {name}` {reason}")
 
     any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
-    return _command_from(name, refuse, help=f"Not there: `kvpact {name}` {reason}", context_settings=any_arguments)
+    _, does = OF_THE_KIT.get(name, ("", "Another package's."))
+    return _command_from(
+        name, refuse, help=f"{does}\n\nNot there: `kvpact {name}` {reason}", context_settings=any_arguments
+    )
 
 
 def _command_from(name: str, function: Callable[..., object], **settings: Any) -> Any:
@@ -143,7 +149,16 @@ KeyFileOption = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        from kvpact.cli.vllm_command import answer_for_vllm
+
         typer.echo(f"kvpact {__version__}")
+        answer_for_vllm()
+        try:
+            typer.echo(f"vLLM {version('vllm')}, beside it")
+        except PackageNotFoundError:
+            typer.echo("no vLLM beside it")
         raise typer.Exit
 
 
@@ -277,7 +292,7 @@ def gc(
     try:
         seconds = None if older_than is None else parse_age(older_than)
     except ValueError as error:
-        raise ConfigError(f"--older-than: {error}") from None
+        raise ConfigError(f'--older-than "{older_than}": {error}') from None
 
     def said(count: int) -> str:
         return f"{count} {'slab' if isinstance(where, Path) else 'record'}{'' if count == 1 else 's'}"
@@ -358,7 +373,7 @@ def why(
 
 @app.command()
 def doctor(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Examine a GPU.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Examine a GPU, as without it.")] = True,
     json: JsonOption = False,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Gets all figures as JSON, section by section.")
@@ -369,8 +384,7 @@ def doctor(
 
     Exit code 1 if kvpact must not serve here, and where there is no GPU.
     """
-    if not gpu:
-        raise ConfigError("say what to examine: kvpact doctor --gpu")
+    del gpu  # there is nothing else to examine yet
     from kvpact.cli.doctor import examine_gpu
 
     if not examine_gpu(device, output, as_json=json):

@@ -92,7 +92,7 @@ def serve_model(
             raise ConfigError(f"{name} {why} (in {given[name]})")
     environment = dict(os.environ)
     if config_file is not None:
-        environment[CONFIG_FILE_VARIABLE] = str(config_file.absolute())
+        environment[CONFIG_FILE_VARIABLE] = str(config_file.expanduser().absolute())
     settings = chosen_settings(memory, tiers)
     # Checked here, so that a mistake is one line and not a traceback of the engine.
     config, variables = load_with_variables(settings, environment, extra_source=COMMAND_LINE)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from kvpact.own_files import group_number
 from kvpact.units import parse_duration, parse_size
 
 Option: TypeAlias = Callable[[str], object]
@@ -17,15 +18,45 @@ Option: TypeAlias = Callable[[str], object]
 
 def whole_number(text: str) -> int:
     """A number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("a whole number of 1 or more is needed")
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise ValueError("a whole number of 1 or more is needed, such as 4")
     return int(text)
+
+
+def some_time(text: str) -> float:
+    """Seconds, more than 0."""
+    seconds = parse_duration(text)
+    if not seconds:
+        raise ValueError('a time must be more than 0, such as "2s"; leave the option out for its default')
+    return seconds
+
+
+def some_size(text: str) -> int:
+    """Bytes, more than 0."""
+    num_bytes = parse_size(text)
+    if not num_bytes:
+        raise ValueError('a size must be more than 0, such as "4MiB"; leave the option out for its default')
+    return num_bytes
+
+
+def some_port(text: str) -> int:
+    """The number of a port."""
+    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 16:
+        raise ValueError("a port from 1 to 65535 is needed, such as 9003")
+    return int(text)
+
+
+def some_file(text: str) -> str:
+    """The path of a file; nobody fills in "~" there."""
+    if not text or text.startswith("~"):
+        raise ValueError('the whole path of a file is needed, such as "/run/secrets/tier"')
+    return text
 
 
 def some_text(text: str) -> str:
     """Any text but the empty one."""
     if not text:
-        raise ValueError("a value is needed")
+        raise ValueError("a value is needed; leave the option out for its default")
     return text
 
 
@@ -36,10 +67,10 @@ def yes_or_no(text: str) -> bool:
     return text == "true"
 
 
-STORE_OPTIONS: Final[Mapping[str, Option]] = {"timeout": parse_duration}
+STORE_OPTIONS: Final[Mapping[str, Option]] = {"timeout": some_time}
 """The options of every store that is reached over a network."""
 
-DIRECTORY_OPTIONS: Final[Mapping[str, Option]] = {"capacity": parse_size, "group": some_text}
+DIRECTORY_OPTIONS: Final[Mapping[str, Option]] = {"capacity": parse_size, "group": group_number}
 """The options of every tier in a bounded directory."""
 
 
@@ -52,6 +83,14 @@ class UrlRules:
     """Option name -> the function that parses its value and raises ValueError."""
     directory: bool = False
     """Whether they name a local directory: no host, an absolute path other than "/", a capacity."""
+    port: int = 0
+    """Port of a server for which a URL names none; 0: its URLs name no servers."""
+    one: str = ""
+    """Reason for which a URL cannot name several servers; empty if it can."""
+    path: tuple[str, str] = (".*", "")
+    """A regular expression for the path, and what is needed where it does not fit."""
+    default_path: str = ""
+    """Another way to write an empty path."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from kvpact.errors import NoSuchTier, TierError
+from kvpact.errors import TierError
 from kvpact.tiers.backend import UrlRules
 from kvpact.tiers.backends import ENTRY_POINTS, MEMORY, SCHEMES, kind_of
 from kvpact.units import parse_duration, parse_size
@@ -34,8 +34,8 @@ def redact(url: str) -> str:
 def address_in(text: str, port: int) -> tuple[str, int]:
     """The host and port of "host:port", by default `port`. Raises ValueError if that is no address."""
     parts = urlsplit(f"//{text}")
-    if not parts.hostname:
-        raise ValueError("no host")
+    if not parts.hostname or parts.port == 0:
+        raise ValueError("no host, or no port")
     return unquote(parts.hostname), parts.port or port
 
 
@@ -77,13 +77,17 @@ class TierURL:
             raise TierError(f"{self}: {text}")
         return path
 
-    def addresses(self, port: int) -> list[tuple[str, int]]:
-        """Host and port of each server that the URL names; `port` where it names none. Raises NoSuchTier."""
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each server that the URL names, the kind's own where it names none. Raises ValueError."""
+        rules = SCHEMES[self.scheme]
         try:
-            return [address_in(text, port) for text in self.host.rpartition("@")[2].split(",")]
+            return [address_in(text, rules.port) for text in self.host.rpartition("@")[2].split(",")]
         except ValueError:
-            wanted = f"a host and port like cache:{port} is needed, an IPv6 address in brackets"
-            raise NoSuchTier(f"{self}: {wanted}") from None
+            raise ValueError(
+                f"a host and port like cache:{rules.port} is needed, an IPv6 address in brackets, a port from 1 to "
+                f'65535; like "{rules.example}"'
+            ) from None
 
     @property
     def url(self) -> str:
@@ -93,8 +97,12 @@ class TierURL:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """Scheme, host without credentials, and path, which no two tiers may share."""
-        return self.scheme, self.host.rpartition("@")[2], self.path.rstrip("/")
+        """Scheme, servers or host without credentials, and path, which no two tiers may share."""
+        rules, host = SCHEMES.get(self.scheme), self.host.rpartition("@")[2]
+        if rules is None or not rules.port:
+            return self.scheme, host, self.path.rstrip("/")
+        servers = ",".join(sorted(host_and_port(*address) for address in self.addresses))
+        return self.scheme, servers, self.path.rstrip("/") or rules.default_path
 
     @property
     def holds_secret(self) -> bool:
@@ -149,6 +157,10 @@ def parse_tier_url(value: object) -> TierURL:
         return value
     if not isinstance(value, str):
         raise ValueError(f'a tier is a URL such as "{_DISK_EXAMPLE}"')
+    if re.search(r"""^[\["']|,\s*["']?[a-z+]+://""", value.strip()):
+        raise ValueError(f'one URL is needed, like "{_DISK_EXAMPLE}"; KVPACT_TIERS separates them by spaces alone')
+    if value.startswith(("/", "~", ".")):
+        raise ValueError(f'a path alone is no tier; write the whole path into a URL, such as "{_DISK_EXAMPLE}"')
     try:
         parts = urlsplit(value.strip())
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
@@ -181,6 +193,10 @@ def _check(url: TierURL, rules: UrlRules) -> None:
         raise ValueError('a "/" in a user name or password must be written as "%2F"')
     elif not url.host.rpartition("@")[2]:
         raise ValueError(f"a {url.scheme} tier needs a host or bucket behind two slashes, {like}")
+    if rules.port and len(url.addresses) > 1 and rules.one:
+        raise ValueError(f"{rules.one}; {like}")
+    if not re.fullmatch(rules.path[0], url.path, re.ASCII | re.DOTALL):
+        raise ValueError(f"{rules.path[1]}, {like}")
     for name, text in url.options.items():
         if name == "name":
             continue

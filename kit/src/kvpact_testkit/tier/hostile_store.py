@@ -34,7 +34,7 @@ class Trouble(NamedTuple):
     told: str
     refused: Mapping[Call, StoreError] = {}
     seconds: float = INSTANT_S
-    """Of each operation."""
+    """Duration of each operation."""
     loses_all: bool = False
     """Whether it is empty afterwards."""
 

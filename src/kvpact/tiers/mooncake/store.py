@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-MASTER_PORT: Final = 50051
 METRICS_PORT: Final = 9003
 """The default port of `mooncake_master` for metrics."""
 
@@ -276,9 +275,7 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
         NoSuchTier: the package is missing, or the URL is impossible.
         TierError: there is no master, or its client cannot be set up.
     """
-    [(host, port), *others] = url.addresses(MASTER_PORT)
-    if others:
-        raise NoSuchTier(f"{url}: a pool has one master; name it alone, like mooncake://master:{MASTER_PORT}")
+    [(host, port)] = url.addresses
     prefix = url.path.strip("/")
     if prefix and not _PREFIX.fullmatch(prefix):
         raise NoSuchTier(f"mooncake tier: {prefix!r} cannot begin names; use letters, digits, _, - and /")

@@ -1,5 +1,6 @@
 """Records in object stores."""
 
+from kvpact.own_files import group_number
 from kvpact.tiers.backend import STORE_OPTIONS, Backend, UrlRules, some_text, whole_number, yes_or_no
 
 _OPTIONS = {
@@ -16,6 +17,6 @@ BACKEND = Backend(
         "s3": UrlRules("s3://bucket/prefix?region=eu-central-1", _OVER_TLS),
         "gs": UrlRules("gs://bucket/prefix", _OVER_TLS),
         "az": UrlRules("az://container/prefix", _OVER_TLS),
-        "file": UrlRules("file:///mnt/objects/kvpact", {**_OPTIONS, "group": some_text}),
+        "file": UrlRules("file:///mnt/objects/kvpact", {**_OPTIONS, "group": group_number}),
     },
 )

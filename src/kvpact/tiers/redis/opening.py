@@ -7,7 +7,6 @@ from typing import Final
 from urllib.parse import unquote
 
 from kvpact.errors import NoSuchTier
-from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.redis.batches import Batches
 from kvpact.tiers.redis.connections import Credentials, Pool
 from kvpact.tiers.redis.parts import MAX_PART, MIN_PART
@@ -38,17 +37,10 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     except ImportError:
         raise NoSuchTier(f"a {url.scheme} tier needs redis-py: pip install 'kvpact[redis]'") from None
     base, _, kind = url.scheme.partition("+")
-    addresses = url.addresses(26379 if kind == "sentinel" else 6379)
+    addresses = url.addresses
     path = url.path.strip("/").split("/")
     service = path.pop(0) if kind == "sentinel" else ""
     database = "/".join(path) or "0"
-    example = SCHEMES[url.scheme].example
-    if (kind == "sentinel") != bool(service) or not (database.isascii() and database.isdecimal()):
-        raise NoSuchTier(f"{url}: the path must be a database's number, like {example}")
-    if kind == "cluster" and database != "0":
-        raise NoSuchTier(f"{url}: a cluster has one database only, number 0; leave the path out")
-    if not kind and len(addresses) > 1:
-        raise NoSuchTier(f"{url}: one server, or {base}+cluster, or {base}+sentinel; like {example}")
     options = url.options
     tls = base == "rediss"
     sentinel_tls = options["sentinel_tls"] == "true" if "sentinel_tls" in options else tls
@@ -59,8 +51,6 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
         raise NoSuchTier(f"{url}: part must be from {format_size(MIN_PART)} to {format_size(MAX_PART)}")
     expiry = url.seconds("expiry", 0.0) if "expiry" in options else None
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
-    if expiry == 0 or timeout == 0:
-        raise NoSuchTier(f"{url}: a time must be more than 0; leave the option out for none")
     if for_tool:
         expiry = None
     user, _, password = url.host.rpartition("@")[0].partition(":")
