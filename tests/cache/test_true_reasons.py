@@ -10,8 +10,8 @@ from test_misses import ASKED, STORED, advance, ask, shared_scene
 
 from group_scenes import GroupScene, asked, full, states
 from kvpact.metrics import EndReason, MissReason, series
-from kvpact.tiers.beliefs import PROBE_SECONDS
 from kvpact.tiers.breaker import FAILURES_IN_A_ROW
+from kvpact.tiers.probes import PROBE_SECONDS
 from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, open_disk, tokens

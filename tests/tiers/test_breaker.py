@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpact.tiers.beliefs import PROBE_SECONDS, Probes
 from kvpact.tiers.breaker import FAILURES_IN_A_ROW, FIRST_TRY_S, JITTER, Breaker
 from kvpact.tiers.costs import PrefillRate, TierCosts
+from kvpact.tiers.executor import LookupDone
+from kvpact.tiers.probes import PROBE_SECONDS, Probes
 
 LONGEST = FIRST_TRY_S * (1 + JITTER)
 
@@ -38,19 +39,23 @@ def test_failures_in_a_row_open_it_until_a_try_works() -> None:
 
 @given(asked=st.lists(st.floats(0.0, 30.0), max_size=60))
 def test_h120_a_store_is_probed_when_a_prompt_comes_and_at_most_once_in_ten_seconds(asked: list[float]) -> None:
-    probes, now, last = Probes(), 0.0, -PROBE_SECONDS
+    probes, now, last = Probes(Breaker(), Breaker(), TierCosts()), 0.0, -PROBE_SECONDS
     for pause in asked:
         now += pause
-        begins = probes.begins(now)
+        begins = probes.begin([b"key"], now, ()) is not None
         assert begins == (now >= last + PROBE_SECONDS)
         last = now if begins else last
 
 
 def test_a_probe_that_asked_nobody_leaves_the_place_to_the_next() -> None:
-    probes = Probes()
-    assert probes.begins(0.0)
-    probes.told_nothing()
-    assert probes.begins(0.0)
+    reads = opened(-2 * LONGEST)
+    probes = Probes(Breaker(), reads, TierCosts())
+    probes.note_read(16, in_a_row=True)
+    for _ in range(2):
+        look_up = probes.begin([b"key"], 0.0, ())
+        assert look_up is not None
+        assert probes.begin([b"key"], 0.0, ()) is None
+        assert probes.end(LookupDone(look_up.op_id, (False,)), shared=False) is None
 
 
 def test_failures_of_what_was_under_way_say_why_and_do_not_put_the_try_off() -> None:

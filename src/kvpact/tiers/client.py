@@ -9,18 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from statistics import fmean
 from typing import Protocol, TypeVar
-
-import numpy as np
 
 from kvpact.errors import printable
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.awaited import AwaitedTier
 from kvpact.tiers.base import BlockBuffer, SupportsPrefix, Tier, TierCapacity, TierCounts, leading
-from kvpact.tiers.beliefs import PROBE_BYTES, PROBE_SECONDS, Belief, Probes
 from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
@@ -36,6 +32,7 @@ from kvpact.tiers.executor import (
     checked_count,
 )
 from kvpact.tiers.log_once import LogOnce
+from kvpact.tiers.probes import PROBE_SECONDS, Probes
 from kvpact.tiers.record import bytes_of
 
 logger = logging.getLogger(__name__)
@@ -125,14 +122,7 @@ class TierClient:
         self._reads_find_out = reads_find_out
         self._lookups, self._reads = Breaker(), Breaker()
         self._was_asked = False
-        self._slow: dict[type[LookupDone | GetDone], Belief] = {}
-        """Operations for which the engine computed what it lacks, because that was sooner."""
-        self._probes = Probes()
-        self._probe_ids = count(1)
-        self._probing: dict[OpId, tuple[Sequence[BlockKey], Sequence[BlockKey] | None]] = {}
-        """Probes under way, each with its keys and those before them."""
-        self._block_sizes: dict[bool, int] = {}
-        """Bytes of a block that was read last: of those that follow one another, and of those that do not."""
+        self._probes = Probes(self._lookups, self._reads, self.costs)
         self._was_open = False
         """Whether people were told last that it is left alone."""
         self._stuck = False
@@ -200,7 +190,7 @@ class TierClient:
     @property
     def slowness(self) -> str:
         """Why prompts were computed for which it could be asked; "" if none was since it was asked last."""
-        return "; ".join(belief.reason for belief in list(self._slow.values()))
+        return self._probes.slowness
 
     @property
     def complaint(self) -> str:
@@ -211,8 +201,7 @@ class TierClient:
 
     def doubted_for(self, now: float) -> float:
         """Seconds for which it has been left alone, or too slow; 0 if it is neither."""
-        beliefs = [self._lookups.belief, self._reads.belief, *list(self._slow.values())]
-        return max((now - belief.since for belief in beliefs if belief is not None), default=0.0)
+        return self._probes.doubted_for(now)
 
     @property
     def may_read(self) -> bool:
@@ -232,7 +221,7 @@ class TierClient:
     @property
     def probing(self) -> int:
         """Number of its own probes under way."""
-        return len(self._probing)
+        return len(self._probes)
 
     @property
     def hangs(self) -> bool:
@@ -321,10 +310,7 @@ class TierClient:
 
     def note_too_slow(self, kind: type[LookupDone | GetDone], seconds: float, now: float) -> None:
         """The engine computes what a prompt lacks, because that is sooner than such an operation, of `seconds`."""
-        what = "a look-up takes" if kind is LookupDone else "a read would take"
-        reason = f"{what} {1000 * seconds:,.0f} ms, and the engine computes such prompts sooner"
-        since = self._slow[kind].since if kind in self._slow else now
-        self._slow[kind] = Belief(since, reason)
+        reason = self._probes.note_too_slow(kind, seconds, now)
         text = "kvpact: the %s tier is too slow for now: %s; tried again every %d s while prompts come"
         self._warned.log("slow", logging.INFO, text, self.name, reason, PROBE_SECONDS)
 
@@ -333,40 +319,18 @@ class TierClient:
 
         It looks them up, and if reads are in doubt reads what it finds into memory of its own.
         """
-        if self._is_out or now < max(self._lookups.try_at, self._reads.try_at) or not self._probes.begins(now):
-            return
-        op_id = ("probe", next(self._probe_ids))
-        self._probing[op_id] = keys, before
-        self.executor.submit(Job(op_id, keys, before=before, kind=LookupDone))
+        job = None if self._is_out else self._probes.begin(keys, now, before)
+        if job is not None:
+            self.executor.submit(job)
 
-    def _probe_on(self, done: LookupDone | GetDone) -> None:
-        """A probe's look-up has ended: go on with a read where that is in doubt; or its read has.
-
-        What was measured before counts no more where it kept the tier from being asked.
-        """
-        keys, before = self._probing.pop(done.op_id)
-        if done.ok and done.seconds and type(done) in self._slow:
-            forget = self.costs.forget_lookups if isinstance(done, LookupDone) else self.costs.forget_reads
-            forget()
-        if isinstance(done, GetDone) or not (done.ok and (self._reads.is_open or GetDone in self._slow)):
-            return
-        size = self._block_sizes.get(before is not None, 0)
-        held = min(done.in_a_row, max(1, PROBE_BYTES // size)) if size else 0
-        if held:
-            memory = np.empty(held * size, np.uint8).data
-            buffers = [[memory[block * size : (block + 1) * size]] for block in range(held)]
-            op_id = ("probe", next(self._probe_ids))
-            self._probing[op_id] = keys, before
-            self._lent_reads[op_id] = 0
-            self._block_bytes[op_id] = size
-            self.executor.submit(Job(op_id, keys[:held], buffers, before))
+    def _probe_on(self, done: LookupDone | GetDone | PutDone) -> None:
+        """A probe's look-up has ended: go on with a read where that is in doubt; or its read has."""
+        job = self._probes.end(done, shared=self.shared)
+        if job is not None:
+            self._lent_reads[job.op_id] = 0
+            self._block_bytes[job.op_id] = bytes_of(job.buffers[0])
+            self.executor.submit(job)
             self.executor.flush()
-        elif not size:  # nothing was ever read like this: a request finds out
-            self._reads.succeeded()
-            self._slow.pop(GetDone, None)
-            self.costs.forget_reads()
-        elif not self.shared:
-            self._probes.told_nothing()
 
     # Asking
 
@@ -422,7 +386,7 @@ class TierClient:
         """See `TierExecutor`. Returns False and does nothing if the tier is not asked now."""
         if self._lookups.is_open or not self.may_read:
             return False
-        self._slow.pop(LookupDone, None)
+        self._probes.note_asked(LookupDone)
         self.executor.submit(Job(op_id, keys, before=before, kind=LookupDone))
         return True
 
@@ -437,9 +401,9 @@ class TierClient:
         """See `TierExecutor`. Returns False and does nothing if the tier is not read now. At most `room` blocks."""
         if not self.may_read:
             return False
-        self._slow.pop(GetDone, None)
+        self._probes.note_asked(GetDone)
         self._lent_reads[op_id] = len(buffers)
-        self._block_sizes[before is not None] = bytes_of(buffers[0])
+        self._probes.note_read(bytes_of(buffers[0]), in_a_row=before is not None)
         self._block_bytes[op_id] = bytes_of(buffers[0]) if before is not None else fmean(map(bytes_of, buffers))
         self.executor.submit(Job(op_id, keys, buffers, before))
         return True
@@ -481,7 +445,7 @@ class TierClient:
                 keys = self.deletions.end(done)
                 self._say_whether_open()
                 yield Deleted(keys)
-            elif done.op_id in self._probing and not isinstance(done, PutDone):
+            elif done.op_id in self._probes:
                 self._probe_on(done)
                 self._note(done, self._clock())
             else:
