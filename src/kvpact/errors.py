@@ -4,6 +4,10 @@ Every message says what was wrong, the value seen, and what would be right, on o
 what a store or a name of a file said.
 """
 
+from __future__ import annotations
+
+from typing import Final
+
 
 def printable(text: str) -> str:
     r"""The text with everything that a terminal would obey, or not show, written as an escape such as `\x1b`.
@@ -12,6 +16,17 @@ def printable(text: str) -> str:
     direction of writing, what has no width, halves of surrogate pairs (bytes of a file name that are no UTF-8).
     """
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+
+
+NAME_CHARS: Final = 200
+"""Characters at most of a text that a client has chosen, such as a request's id, that outlive the request (H118)."""
+
+
+def kept_id(request_id: str) -> str:
+    """A request's id as it is kept when the request has ended: a long one is its beginning and a hash."""
+    if len(request_id) <= NAME_CHARS:
+        return request_id
+    return f"{request_id[: NAME_CHARS - 20]}#{hash(request_id):x}"
 
 
 class KvpactError(Exception):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
-from kvpact.cache.records import NAME_CHARS, RECORDS, Records, RequestRecord
+from kvpact.cache.records import RECORDS, Records, RequestRecord
 from kvpact.contract import WorkerReport
+from kvpact.errors import NAME_CHARS
+from kvpact.identity.keys import BlockKeys, RequestIdentity
 from kvpact.metrics import EndReason, MissReason
 from scenes import BLOCK_SIZE, Scene, SceneRequest, failed, open_disk, tokens
 
@@ -109,3 +112,51 @@ def test_10_000_requests_take_no_more_memory_than_1_000(scene: Scene) -> None:
     play(range(1_000, 10_000))
     assert len(scene.cache.requests.records.all()) == RECORDS
     assert allocated() - before < 500
+
+
+class LongText(str):
+    """A text that a client sends as its request's id, or as a salt; whether anything still has it can be seen."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize("place", ["request_id", "salt"])
+def test_h118_nothing_keeps_a_long_id_or_salt_of_a_request_that_has_ended(scene: Scene, place: str) -> None:
+    kept = []
+    for number in range(30):
+        text = LongText(f"{number:05}" * 1_000)
+        identity = RequestIdentity(salt=text if place == "salt" else "")
+        request = SceneRequest(text if place == "request_id" else f"{number}", tokens(BLOCK_SIZE + 1), identity)
+        match = scene.prepare(request)
+        if match.num_tokens:
+            scene.load(request, match)
+        scene.run_cold(request)
+        del scene.tables[request.request_id]
+        kept.append(weakref.ref(text))
+        del text, request, identity
+    scene.cache.end_step()
+    gc.collect()
+    assert sum(ref() is not None for ref in kept) <= 2, "those that a step's last work may still name"
+    assert len(scene.cache.requests.records.all()) == 30
+
+
+def test_h118_of_two_long_ids_that_begin_alike_each_has_its_own_record() -> None:
+    scene = Scene()
+    names = ["x" * 1_000 + end for end in "ab"]
+    scene.run_cold(SceneRequest("cold", tokens(17)))
+    for name in names:
+        request = SceneRequest(name, tokens(17))
+        scene.load(request, scene.prepare(request))
+        scene.step_computing(request)
+        scene.cache.request_finished(name)
+    records = [one for one in scene.cache.requests.records.all() if one.request_id == names[0][:NAME_CHARS]]
+    assert [record.loaded_tokens for record in records] == [16, 16]
+
+
+def test_h118_a_salt_separates_however_long_it_is() -> None:
+    keys = [
+        BlockKeys(bytes(32), 4, RequestIdentity(salt="s" * length + end)).extend(range(8))
+        for length in (1, 10_000)
+        for end in "ab"
+    ]
+    assert len({key for each in keys for key in each}) == 8

@@ -16,6 +16,7 @@ from kvpact.cache.groups import RequestGroups
 from kvpact.cache.jobs import OffloadRun, TransferJobs
 from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, LazyOffload
 from kvpact.contract import KVCacheBlockView
+from kvpact.errors import NAME_CHARS
 from kvpact.identity.groups import one_group
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import BlockTags
@@ -200,6 +201,18 @@ def test_h121_what_is_given_up_is_counted() -> None:
     observed = cache_of(engine).observe()
     computed = 120 + 7 * PROMPT
     assert 120 - 4 <= observed["dropped_blocks"] < 2 * computed
+
+
+def test_h118_blocks_that_outlive_their_request_keep_no_long_id() -> None:
+    engine = lazy_engine()
+    names = ["x" * 10_000 + end for end in "ab"]
+    engine.run([Request(name, prompt(seed), 2) for seed, name in enumerate(names)])
+    entries = [memo_of(engine).content_of(block) for block in range(64)]
+    kept = {entry.request_id for entry in entries if entry is not None}
+    assert len(kept) == len(names)
+    assert max(map(len, kept)) <= NAME_CHARS
+    run(engine, *range(2, 12))
+    assert saved(engine) >= 2 * PROMPT, "they are saved under it all the same"
 
 
 def test_without_a_free_queue_blocks_are_saved_as_they_are_computed(caplog: pytest.LogCaptureFixture) -> None:

@@ -103,11 +103,12 @@ class LateTiers:
         return None
 
     def _check_queue(self) -> None:
-        queue, block = self._config.write_queue, self._slot_bytes
-        if self._config.tiers and queue < block:
+        queue = self._config.write_queue
+        if self._config.tiers and queue < self._slot_bytes:
             raise ConfigError(
-                f'"write_queue": {format_size(queue)} is less than one block of this engine ({format_size(block)}), so '
-                f'nothing could be written to the tiers: set "{-(-2 * block >> 20)}MiB" or more'
+                f'"write_queue": {format_size(queue)} is less than one block of this engine '
+                f"({format_size(self._slot_bytes)}), so nothing could be written to the tiers: "
+                f'set "{-(-2 * self._slot_bytes >> 20)}MiB" or more'
             )
 
     def poll(self) -> OpenTiers | None:

@@ -18,7 +18,7 @@ from kvpact.cache.groups import RequestGroups, Tables, runs_of
 from kvpact.cache.jobs import OffloadRun
 from kvpact.cache.request import RequestState
 from kvpact.contract import KVCacheBlockView, SchedulerContext
-from kvpact.errors import PactViolation
+from kvpact.errors import NAME_CHARS, PactViolation, kept_id
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import BlockTags, Tag
 from kvpact.index.block_index import ROOT, BlockIndex
@@ -141,6 +141,8 @@ class LazyOffload:
         """The engine will serve the block. If it hangs on a row that is stored already, it is saved at once."""
         self._put(entry, block_id)
         entry.offered = False
+        if len(entry.request_id) > NAME_CHARS:
+            entry.request_id = kept_id(entry.request_id)  # the block outlives the request
         hangs = entry.group != self._chain and self._chain is not None
         if hangs and entry.parent in self.index and entry.key not in self.index:
             self._waiting[entry.parent] = None

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from kvpact.cache.totals import NO_SOURCES, Sources, Totals
 from kvpact.contract import POSTPONED_STEPS
-from kvpact.errors import PactViolation
+from kvpact.errors import PactViolation, kept_id
 from kvpact.metrics import EndReason
 from kvpact.ranges import NO_RANGES, BlockRange, RangeSet
 
@@ -483,7 +483,7 @@ class Ledger(Generic[Lease, Slots]):
 
     def explain(self, request_id: str) -> list[PlanRecord]:
         """A request's plans as far as they are kept, oldest first."""
-        past = [record for record in self.history if record.request_id == request_id]
+        past = [record for record in self.history if record.request_id == kept_id(request_id)]
         present = (self._awaiting_use.get(request_id), self._open.get(request_id))
         return past + [_record(plan) for plan in present if plan is not None]
 
@@ -566,11 +566,11 @@ class Ledger(Generic[Lease, Slots]):
                 self._give_back(leases)
 
 
-_RECORDED = attrgetter(*(item.name for item in fields(PlanRecord)))
+_RECORDED = attrgetter(*(item.name for item in fields(PlanRecord)[1:]))
 
 
 def _record(plan: Plan[Lease, Slots]) -> PlanRecord:
-    return PlanRecord(*_RECORDED(plan))
+    return PlanRecord(kept_id(plan.request_id), *_RECORDED(plan))
 
 
 def _require_promise(plan: Plan[Lease, Slots], blocks: BlockRange, tokens: int) -> None:

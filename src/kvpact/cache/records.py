@@ -14,15 +14,11 @@ import msgspec
 
 from kvpact.cache.ledger import Plan
 from kvpact.cache.lookup import Availability
-from kvpact.errors import printable
+from kvpact.errors import NAME_CHARS, kept_id, printable
 from kvpact.metrics import EndReason, MissReason
 
 RECORDS: Final = 256
-"""Requests of which a record is kept: about 100 KB."""
-
-
-NAME_CHARS: Final = 200
-"""Characters of a request's id that are told; a client may have chosen it."""
+"""Requests of which a record is kept: about 100 KB, and at most 2 MB where clients choose long ids."""
 
 
 def name_of(request_id: str) -> str:
@@ -72,7 +68,7 @@ class Prompts(msgspec.Struct):
 
 
 class Records:
-    """The last requests, by id, the oldest first. Written by the scheduler's thread, read by any."""
+    """The last requests, by `kept_id`, the oldest first. Written by the scheduler's thread, read by any."""
 
     def __init__(self, clock: Callable[[], float], most: int = RECORDS) -> None:
         self._most, self._clock = most, clock
@@ -85,15 +81,16 @@ class Records:
 
     def begin(self, request_id: str, prompt_tokens: int) -> RequestRecord:
         """A request arrives."""
-        self._by_id.pop(request_id, None)
-        record = self._by_id[request_id] = RequestRecord(name_of(request_id), self._clock(), prompt_tokens)
+        kept = kept_id(request_id)
+        self._by_id.pop(kept, None)
+        record = self._by_id[kept] = RequestRecord(name_of(request_id), self._clock(), prompt_tokens)
         if len(self._by_id) > self._most:
             self._by_id.popitem(last=False)
         return record
 
     def note_ended(self, plan: Plan[Any, Any]) -> None:
         """A plan has ended, and its used tokens are known."""
-        record = self._by_id.get(plan.request_id)
+        record = self._by_id.get(kept_id(plan.request_id))
         if record is not None:
             record.plans += 1
             record.blocks, record.ended = (plan.blocks.start, plan.blocks.end), plan.reason
@@ -105,7 +102,7 @@ class Records:
 
     def note_saved(self, request_id: str, blocks: int) -> None:
         """Blocks that the request has computed are stored."""
-        record = self._by_id.get(request_id)
+        record = self._by_id.get(kept_id(request_id))
         if record is not None:
             record.saved_blocks += blocks
 

@@ -155,12 +155,14 @@ class TierJobs:
 
     def store(self, job: Any, names: list[BlockKey], depths: Sequence[int], epoch: Epoch, now: float) -> None:
         """Write the job's rows; what is beyond `write_queue` is dropped, so that a sick store pins no host memory."""
-        buffers, store = [[row] for row in self._rows(job)], _Store(job, names)
+        buffers = [[row] for row in self._rows(job)]
+        store = _Store(job, names)
         most = self.client.executor.most_per_write(self._row_bytes)
         for start in range(0, len(buffers), most):
-            op_id, piece, rows = (job.job_id, start), slice(start, start + most), buffers[start : start + most]
-            nbytes = len(rows) * self._row_bytes
-            if not self.client.submit_put(op_id, names[piece], rows, nbytes, epoch, depths=depths[piece]):
+            op_id = job.job_id, start
+            piece = slice(start, start + most)
+            nbytes = len(buffers[piece]) * self._row_bytes
+            if not self.client.submit_put(op_id, names[piece], buffers[piece], nbytes, epoch, depths=depths[piece]):
                 self._count("dropped_writes", len(names) - start)
                 break
             self._stores[op_id] = store
@@ -230,7 +232,8 @@ class TierJobs:
         self._results.append(_result(load.job, came, self._row_bytes, now))
 
     def _end_piece(self, op_id: Any, done: PutDone, now: float) -> None:
-        store, start = self._stores.pop(op_id), op_id[1]
+        store = self._stores.pop(op_id)
+        start = op_id[1]
         stored = [*compress(islice(store.job.keys, start, None), done.each)]
         self._answers.forget([*compress(store.names[start:], done.each)])
         self._count("written_blocks", len(stored))
