@@ -254,7 +254,7 @@ class Planner:
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Blocks before the request's last token that a match may have: whole ones of every group."""
-        return self.groups.whole((len(request.token_ids) - 1) // self.groups.block_size)
+        return self.groups.whole(max(0, len(request.token_ids) - 1) // self.groups.block_size)
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
