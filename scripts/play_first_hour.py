@@ -32,6 +32,9 @@ from servers.redis_server import redis_server  # noqa: E402
 from tiny_engine import TOKENIZER_TEXT  # noqa: E402
 
 PORT = 8000
+ASK = f"curl -s localhost:{PORT}/v1/completions -H 'Content-Type: application/json' -d @{{}}.json"
+"""A question, the one in prompt.json or another one."""
+
 START_SECONDS = 300.0
 SEEN_SECONDS = 4.0
 """Until what a step has counted stands on the page of metrics and in the tiers."""
@@ -96,8 +99,7 @@ class Player:
 
     def ask(self, block: str) -> str:
         """Ask the question of prompt.json; returns the answer's id."""
-        url = f"localhost:{PORT}/v1/completions"
-        said = self.type(block, f"curl -s {url} -H 'Content-Type: application/json' -d @prompt.json", only=SHOWN)
+        said = self.type(block, ASK.format("prompt"), only=SHOWN)
         time.sleep(SEEN_SECONDS)
         return str(json.loads(said)["id"])
 
@@ -121,6 +123,8 @@ def first_run(user: Player) -> None:
     user.stop("restart")
     user.serve("restart", command)
     answered = user.ask("restart")
+    user.type("restart", ASK.format("another"), only=SHOWN)
+    time.sleep(SEEN_SECONDS)
     user.type("restart", "kvpact status")
     user.type("restart", f"kvpact why {answered}")
 
@@ -194,6 +198,8 @@ def main() -> None:
     shutil.copytree(ensure_model(folder, TINY_SHAPE, TOKENIZER_TEXT), folder / "model")
     body = {"model": "./model", "prompt": TOKENIZER_TEXT[:4200], "max_tokens": 1}
     (folder / "prompt.json").write_text(json.dumps(body))
+    another = {**body, "prompt": TOKENIZER_TEXT[4200::-1], "max_tokens": 8}
+    (folder / "another.json").write_text(json.dumps(another))
     user = Player(folder)
     try:
         first_run(user)

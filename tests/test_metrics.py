@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvpact
 from kvpact.cache.ledger import Ledger
@@ -26,6 +28,7 @@ from kvpact.metrics import (
     Metrics,
     MissReason,
     explain_misses,
+    lost_blocks,
     series,
     tiers_in,
 )
@@ -164,7 +167,30 @@ def test_h72_a_cold_a_small_and_an_unused_cache_are_told_apart() -> None:
     metrics.add("saved_blocks", 100)
     assert "each new prompt misses once" in explain_misses(metrics.snapshot())
     metrics.add("evicted_blocks", 90, MEMORY)
-    assert "90 of 100 saved blocks were evicted" in explain_misses(metrics.snapshot())
+    assert "90 of 100 saved blocks are held nowhere now" in explain_misses(metrics.snapshot())
+
+
+BLOCKS = st.frozensets(st.integers(0, 15))
+
+
+@given(BLOCKS, BLOCKS, st.lists(st.tuples(BLOCKS, BLOCKS), max_size=2))
+def test_lost_is_at_most_what_no_place_holds(
+    saved: frozenset[int], kept: frozenset[int], tiers: list[tuple[frozenset[int], frozenset[int]]]
+) -> None:
+    """Exactly that where memory is the only place. A tier holds some of the blocks that were written to it."""
+    metrics, names = Metrics(), [f"tier-{number}" for number in range(len(tiers))]
+    metrics.use_tiers(names)
+    holds = [(MEMORY, saved, saved & kept)]
+    holds += [(name, saved & w, saved & w & h) for name, (w, h) in zip(names, tiers, strict=True)]
+    metrics.add("saved_blocks", len(saved))
+    for name, given_to_it, held in holds:
+        metrics.set("held_blocks", len(held), name)
+        metrics.add("evicted_blocks", len(given_to_it) - len(held), name)
+        metrics.add("written_blocks", len(given_to_it) if name != MEMORY else 0, name)
+    lost = len(saved.difference(*(held for _, _, held in holds)))
+    told = lost_blocks(metrics.snapshot())
+    assert 0 <= told <= lost <= len(saved)
+    assert told == lost or tiers
 
 
 def test_series_names_are_those_of_the_snapshot() -> None:

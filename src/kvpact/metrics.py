@@ -403,6 +403,19 @@ _UNQUOTED: Final = {ord('"'): "%22", ord("\\"): "%5C", ord("\n"): "%0A"}
 """What may not stand in a label as `series` writes it."""
 
 
+def lost_blocks(snapshot: Mapping[str, float]) -> int:
+    """Return how many of the saved blocks no tier holds any more, at least; never more than were saved.
+
+    No more than memory and the tiers together lack, and no more than each of them was not given or has evicted.
+    """
+    saved = snapshot.get("saved_blocks", 0)
+    lost = saved - sum(value for name, value in snapshot.items() if name.startswith("held_blocks{"))
+    for tier in tiers_in(snapshot, "evicted_blocks"):
+        given = saved if tier == MEMORY else snapshot.get(series("written_blocks", tier), 0)
+        lost = min(lost, saved - given + snapshot[series("evicted_blocks", tier)])
+    return int(max(0, lost))
+
+
 def explain_misses(snapshot: Mapping[str, float]) -> str:
     """One readable line: how many lookups hit, and the most frequent reason of the misses."""
     lookups, spared = int(snapshot["lookups"]), int(snapshot["spared_lookups"])
@@ -422,7 +435,7 @@ def explain_misses(snapshot: Mapping[str, float]) -> str:
 
 def _why_not_stored(snapshot: Mapping[str, float]) -> str:
     saved, dropped = int(snapshot["saved_blocks"]), int(snapshot["dropped_blocks"])
-    evicted = int(sum(value for name, value in snapshot.items() if name.startswith("evicted_blocks{")))
+    lost = lost_blocks(snapshot)
     if not saved:
         dropped_too = f" ({dropped:,} blocks dropped)" if dropped else ""
         others = "what a store holds of another model, dtype, block size or layout does not fit, see `kvpact inspect`"
@@ -432,8 +445,8 @@ def _why_not_stored(snapshot: Mapping[str, float]) -> str:
             "; since the last reset the engine's weights have no name, so that it has what it stores for itself alone: "
             "say `kvpact_set_weights_version`, see docs/weights.md"
         )
-    if evicted * 2 > saved:
-        return f"; {evicted:,} of {saved:,} saved blocks were evicted, so more memory or a larger tier would help"
+    if lost * 2 > saved:
+        return f"; {lost:,} of {saved:,} saved blocks are held nowhere now: more memory or a larger tier would help"
     return (
         "; each new prompt misses once, those that differ early always (a date or a name in the first block is enough)"
     )

@@ -12,6 +12,8 @@ import pytest
 
 from kvpact.cache.status import status_of
 from kvpact.cache.status_socket import StatusSocket, answers
+from kvpact.cli.status import CHANGES
+from kvpact.metrics import MissReason
 from kvpact_command import kvpact, own_sockets, refusal
 from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
 
@@ -104,7 +106,7 @@ def test_a_page_says_in_ten_lines_whether_it_helps(serve: Callable[[str], str]) 
     assert lines[2] == " by engine       10.0%"
     assert lines[3] == " by memory       20.0%, 75% of 40 blocks full"
     assert lines[4] == " by store        10.0%, 140 writes dropped"
-    assert lines[5] == "prefill spared  12 s"
+    assert lines[5] == "prefill spared  12.5 s"
     assert lines[6].startswith("lookups         6 of 10 lookups hit; most misses (4 no_room) because")
     assert lines[-1] == "to change       raise `memory`: it has no room for what tiers hold"
 
@@ -169,6 +171,78 @@ def test_engines_of_this_user_are_found_by_their_sockets(engine: Scene) -> None:
     assert [lease["request_id"] for lease in told["leases"]] == ["cmpl-b"]
     assert [tier["trouble"] for tier in told["tiers"]] == [""]
     assert told["metrics"]["used_tokens"] == 16
+
+
+@pytest.fixture
+def ask_about() -> Iterator[Callable[[Scene], dict[str, str]]]:
+    """Asks how an engine does, by `kvpact status`; the lines by their first words."""
+    sockets: list[StatusSocket] = []
+
+    def ask(scene: Scene) -> dict[str, str]:
+        for answering in sockets:
+            answering.close()
+        sockets[:] = [StatusSocket(lambda: status_of(scene.cache, scene.cache.metrics, "m", BLOCK_SIZE).encoded())]
+        scene.cache.observe()
+        until(lambda: bool(answers()))
+        text = kvpact("status").stdout.replace("\n" + 16 * " ", " ")
+        return {line[:16].strip(): line[16:] for line in text.splitlines()[1:]}
+
+    yield ask
+    for answering in sockets:
+        answering.close()
+
+
+def test_what_a_disk_holds_is_not_lost_although_memory_has_evicted_it(
+    tmp_path: Path, ask_about: Callable[[Scene], dict[str, str]]
+) -> None:
+    """Twelve prompts of 16 blocks: memory holds the last, the disk all of them, or the last four."""
+    for slots, lost, advice in ((400, False, "nothing"), (64, True, "raise `memory`, or add a larger tier")):
+        (tmp_path / f"{slots}").mkdir()
+        scene = Scene(tiers=[open_disk(tmp_path / f"{slots}", slots)])
+        for seed in range(12):
+            request = SceneRequest(f"{seed}", tokens(16 * BLOCK_SIZE + 1, seed))
+            scene.prepare(request)
+            scene.run_cold(request)
+            scene.settle_tiers()
+        said = ask_about(scene)
+        assert said["to change"].startswith(advice)
+        assert ("of 192 saved blocks are held nowhere now" in said["lookups"]) == lost
+        scene.close()
+
+
+def test_spared_seconds_are_unknown_until_the_engine_has_computed_a_prompt(
+    tmp_path: Path, ask_about: Callable[[Scene], dict[str, str]]
+) -> None:
+    writer = Scene(tiers=[open_disk(tmp_path)])
+    writer.run_cold(SceneRequest("cold", tokens(33)))
+    writer.close()
+    scene = Scene(tiers=[open_disk(tmp_path)])
+    assert ask_about(scene)["prefill spared"] == "0.0 s"
+    warm = SceneRequest("warm", tokens(33))
+    scene.load(warm, scene.prepare(warm))
+    assert ask_about(scene)["prefill spared"] == "unknown until a prompt was computed"
+    scene.step_computing(SceneRequest("another", tokens(33, seed=1)))
+    scene.now += 3.3
+    scene.cache.end_step()
+    assert ask_about(scene)["prefill spared"] == "3.2 s", "32 tokens, at 33 in 3.3 seconds"
+
+
+def test_h126_what_was_never_looked_up_is_not_told_as_looked_up(
+    ask_about: Callable[[Scene], dict[str, str]],
+) -> None:
+    scene = Scene()
+    scene.prepare(SceneRequest("unknown", tokens(17), None))
+    scene.cache.on_new_request(SceneRequest("in the queue", tokens(17)))
+    assert ask_about(scene)["to change"].startswith("see docs/request-identity.md")
+    told = kvpact("why", "unknown").stdout
+    assert "looked up       no" in told
+    assert "why not         unknown_identity" in told
+    outcomes = {row[:14].strip(): row[14:] for row in kvpact("why").stdout.splitlines()[1:]}
+    assert "not asked" in outcomes["in the queue"]
+
+
+def test_h126_there_is_advice_for_each_reason_of_a_miss() -> None:
+    assert {*CHANGES} == {*MissReason}
 
 
 def test_the_last_requests_are_listed(engine: Scene) -> None:

@@ -147,6 +147,7 @@ def subclass(name: str, base: Any) -> Any:
         ([FULL, subclass("SomebodysSpec", FULL)], PLAIN, "SomebodysSpec is not supported; kvpact serves FullAtt"),
         ([FULL, replace(STATE, mamba_cache_mode="none")], PLAIN, "add --enable-prefix-caching and, before vLLM 0.33"),
         ([FULL, STATE], draft(eagle=False), "leave --speculative-config out"),
+        ([], PLAIN, "keeps no KV cache, so there is nothing to store: leave --kv-transfer-config out"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(specs: Sequence[Any], config: Any, message: str) -> None:

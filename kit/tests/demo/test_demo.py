@@ -58,7 +58,7 @@ def answer(phase: str, *, token: int = 7, logprob: float = -1.5, cached: int | N
     )
 
 
-def results(*, leases_held: int = 0, used: int = 4 * REUSABLE, **changed: Output) -> Results:
+def results(*, leases_held: int = 0, used: int = 4 * REUSABLE, spared: float = 9.25, **changed: Output) -> Results:
     """Two prompts through all phases, all well; `changed` replaces the second answer of the phase so named."""
     readings = [
         Reading(
@@ -73,7 +73,15 @@ def results(*, leases_held: int = 0, used: int = 4 * REUSABLE, **changed: Output
     most = 4 * REUSABLE
     counts = {"promised": most, "committed": most, "loaded": most, "used": used}
     costs = [ColdCost(prompts=1.5, kvpact=0.01), ColdCost(prompts=0.5, kvpact=0.03)]
-    return Results(readings, block_size=128, counts=counts, leases_held=leases_held, model="tiny", cold_costs=costs)
+    return Results(
+        readings,
+        block_size=128,
+        counts=counts,
+        leases_held=leases_held,
+        model="tiny",
+        cold_costs=costs,
+        spared_seconds=(12.5, spared),
+    )
 
 
 def test_a_run_without_fault_passes_and_names_its_figures() -> None:
@@ -105,6 +113,7 @@ def test_a_slow_machine_answers_fewer_prompts(seconds: float, expected: int) -> 
         ({"leases_held": 1}, "1 leases are held"),
         ({"used": 4 * REUSABLE + 1}, "none may exceed the one before"),
         ({"used": 4 * REUSABLE - 1}, "the engine skipped"),
+        ({"spared": 0.0}, "warm from disk: no second of prefill counts as spared"),
     ],
 )
 def test_each_fault_fails_the_run(changed: dict[str, Any], complaint: str) -> None:
@@ -159,6 +168,7 @@ def test_the_report_is_one_json_object_and_one_table() -> None:
         "promised 1,024",
         "FAILED  2 leases",
         "takes 2.0% of",
+        "Prefill spared: 12.5 s, and 9.2 s after the restart.",
     ):
         assert shown in screen.getvalue()
 

@@ -19,24 +19,21 @@ class CountedLookups:
     spared_at = -1
     """First block of the last probe at which the engine had all that could be loaded."""
 
-    def note(self, start: int, metrics: Metrics, record: RequestRecord) -> None:
-        """A lookup from block `start` on is under way."""
-        if self.start != start:
+    def note(
+        self, start: int, found: bool | None, miss: MissReason | None, metrics: Metrics, record: RequestRecord
+    ) -> None:
+        """A lookup from block `start` on promises tokens, or nothing because of `miss`; None: it is under way.
+
+        A repeated one counts no more. One with another result does: a blocked request may miss first, and find later
+        what others have saved.
+        """
+        if self.start != start or (found is not None and self.found is not None and found != self.found):
             metrics.add("lookups")
             self.found = None
         self.start = record.looked_up_from = start
-
-    def note_result(self, start: int, miss: MissReason | None, metrics: Metrics, record: RequestRecord) -> None:
-        """A lookup from block `start` on promises tokens, or nothing because of `miss`; a repeated one counts no more.
-
-        One with another result does: a blocked request may miss first, and find later what others have saved.
-        """
-        found = miss is None
-        if self.start == start and self.found is not None and found != self.found:
-            self.start = -1
-        self.note(start, metrics, record)
-        record.miss = miss
-        if self.found is None:
+        if found is not None:
+            record.miss = miss
+        if found is not None and self.found is None:
             self.found = found
             if miss is None:
                 metrics.add("hits")

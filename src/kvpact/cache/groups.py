@@ -53,6 +53,8 @@ class RequestGroups:
     """Whether the engine shows the blocks of every group."""
     block_size: int = field(init=False)
     """Tokens of a row."""
+    match_rows: int = field(init=False)
+    """A match is a multiple of so many rows."""
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
     _context: SchedulerContext | None = field(default=None, init=False)
@@ -61,6 +63,7 @@ class RequestGroups:
 
     def __post_init__(self) -> None:
         self.block_size = self.groups.block_size
+        self.match_rows = self.groups.alignment // self.groups.block_size
         self.smallest_block = min(group.block_size for group in self.groups.groups)
         self.shows_all = not self.groups.sides
 
@@ -248,7 +251,7 @@ class RequestGroups:
 
     def whole(self, rows: int) -> int:
         """The most rows, at most so many, that whole blocks of every group make up."""
-        return rows - rows % (self.groups.alignment // self.groups.block_size)
+        return rows - rows % self.match_rows
 
     def may_end_at(self, num_tokens: int) -> bool:
         """Whether a match may be cut to end there: a state is of use at the end of its block alone."""

@@ -128,10 +128,12 @@ class Planner:
         state.waiting.note(Event.DECLINED)
         self.load_budget.release(request.request_id)
         start = computed_tokens // self.groups.block_size
-        if 0 < self.loadable_blocks(request) <= start:
+        loadable = self.loadable_blocks(request)
+        if 0 < loadable <= start:
             self._spare(request.request_id, state, start)
         else:
-            reason = self._why_not(request, state, computed_tokens) or MissReason.DEADLINE
+            late = MissReason.DEADLINE if loadable > 0 else MissReason.TOO_SHORT
+            reason = self._why_not(request, state, computed_tokens) or late
             self._miss(request.request_id, state, start, Miss(reason, ends=EndReason.DEADLINE))
 
     def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | Wait:
@@ -170,8 +172,6 @@ class Planner:
             return MissReason.DISABLED
         if not request.may_load:
             return MissReason.MUST_COMPUTE
-        if not self.loadable_blocks(request):
-            return MissReason.TOO_SHORT
         if computed_tokens % self.groups.groups.alignment:
             return MissReason.UNALIGNED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
@@ -253,7 +253,8 @@ class Planner:
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Blocks before the request's last token that a match may have: whole ones of every group."""
-        return self.groups.whole((len(request.token_ids) - 1) // self.groups.block_size)
+        rows = (len(request.token_ids) - 1) // self.groups.block_size
+        return rows - rows % self.groups.match_rows
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
@@ -296,11 +297,12 @@ class Planner:
         if lacking is not None and self.config.recompute_if_faster and available.stored > first:
             seconds = self.reads.seconds_to_load(lacking, available.by_tier, state.tier_lookup)
             faster = self.finder.computes_faster(available.stored - first, seconds)
+        enough = available.resident - probe.start >= self.config.min_match_blocks
         return Limits(
             self.config.min_match_blocks,
             has_news and state.waiting.told is not Told.PUT_OFF and self.tiers.budget.exhausted,
             faster,
-            self._why_not_found(probe, available, silent),
+            MissReason.NOT_STORED if enough else self._why_not_found(probe, available, silent),
         )
 
     # Why not
@@ -316,12 +318,14 @@ class Planner:
         return MissReason.DEADLINE if self.tiers.clock() >= self._deadline(state) else self.finder.why_unknown()
 
     def _why_not_found(self, probe: _Probe, available: Availability, silent: MissReason | None) -> MissReason:
-        """Why no more is promised than memory has: it is not stored only if every place was asked and has no more."""
+        """Why memory has too few for a match: they are not stored only if every place was asked and has no more."""
         found = max(available.resident, available.stored)
         if probe.state.waiting.ahead is not None:
             return MissReason.NO_ROOM
         if found - probe.start >= self.config.min_match_blocks:
-            return MissReason.DEADLINE if found > available.resident else MissReason.NOT_STORED
+            return MissReason.DEADLINE
+        if not self.tiers.clients:
+            return MissReason.TOO_SHORT if found > probe.start else MissReason.NOT_STORED
         if self.finder.looks_up_at_step:
             return MissReason.ASKED_AT_STEP
         lookup = probe.state.tier_lookup
@@ -428,13 +432,13 @@ class Planner:
             self.ledger.ready(plan, promised_tokens=tokens, leases=leases, now=probe.now, blocks=blocks)
         if read is not None:
             plan.sources = self.groups.sources(read.sources.rows, plan.slots, probe.state.staged, blocks.count)
-        probe.state.lookups.note_result(blocks.start, None, self.tiers.metrics, probe.state.record)
+        probe.state.lookups.note(blocks.start, True, None, self.tiers.metrics, probe.state.record)
         return plan
 
     def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
         state, keys, now = probe.state, probe.keys, probe.now
         if not promised:
-            state.lookups.note(blocks.start, self.tiers.metrics, state.record)
+            state.lookups.note(blocks.start, None, None, self.tiers.metrics, state.record)
         self.index.touch(keys[blocks.end - 1])
         if promised:
             slots, leases = self.groups.lease(state, keys, blocks)
@@ -463,7 +467,7 @@ class Planner:
 
     def _miss(self, request_id: str, state: RequestState, start: int, miss: Miss) -> ExternalKVMatch:
         self.ledger.end(request_id, miss.ends)
-        state.lookups.note_result(start, miss.reason, self.tiers.metrics, state.record)
+        state.lookups.note(start, False, miss.reason, self.tiers.metrics, state.record)
         return NO_MATCH
 
 

@@ -40,6 +40,9 @@ def found_in(positions: BlockRange, sources: Sources, block_size: int) -> Iterat
 
     `positions` counts tokens, not blocks.
     """
+    if sources is NO_SOURCES and positions.count:
+        yield MEMORY, positions.count
+        return
     at, tiers, amounts = positions.start, list[str](), list[int]()
     for end, tier in (*sources.rows, (positions.end, MEMORY)):
         if (upto := min(positions.end, end * block_size)) > at:

@@ -141,7 +141,7 @@ class WriteBack:
 
     def begin_backlog(self) -> None:
         """The tiers were opened late, or copies are proven now: what memory holds is written to them piece by piece."""
-        self._backlog = dict.fromkeys(self.tiers.clients, range(self.index.num_slots))
+        self._backlog = dict.fromkeys(self.tiers.clients, range(self.index.space.slot_rows))
 
     def offer_backlog(self) -> bool:
         """Offer more of what memory held when the tiers were opened, to each that has room and may be written.
@@ -195,7 +195,9 @@ class WriteBack:
         return max(1, min(most, self.tiers.arena.least_slots // 2))
 
     def _held(self, offer: Offer) -> Sequence[BlockKey]:
-        """What memory holds of it now."""
+        """What memory holds of it now, in slots."""
+        if offer.follow and self.index.space.slot_rows < self.index.num_slots:
+            return ()  # the chain's rows are names, because no layer has full attention
         if offer.follow:
             return offer.keys[: self.index.held_prefix(offer.keys, min(offer.end, len(offer.keys)))]
         return [key for key in offer.keys if self.index.is_held(key)]

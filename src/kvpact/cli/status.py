@@ -20,7 +20,7 @@ from kvpact.cache.status import EngineStatus, TierState, troubles_in
 from kvpact.cache.status_socket import NO_PLACE, answers, places
 from kvpact.cli.screen import age, console, print_json, table
 from kvpact.errors import DataError, KvpactError, printable, reason_of
-from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, MissReason, explain_misses, series
+from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, MissReason, explain_misses, lost_blocks, series
 
 WIDTH: Final = 80
 LABEL: Final = 16
@@ -36,11 +36,23 @@ BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
 PAGE_SECONDS: Final = 10.0
 
 CHANGES: Final = {
+    MissReason.NOT_STORED: "nothing",
+    MissReason.TOO_SHORT: "nothing, or lower `min_match_blocks`: what is held of most prompts is too short",
+    MissReason.UNKNOWN_IDENTITY: "see docs/request-identity.md: what most requests bring has no name by content",
+    MissReason.DISABLED: "read the engine's log, which says why the cache is off",
+    MissReason.MUST_COMPUTE: "nothing",
+    MissReason.UNALIGNED: "nothing",
+    MissReason.FAILED_BEFORE: "read the engine's log: loads fail",
     MissReason.NO_ROOM: "raise `memory`: it has no room for what tiers hold",
     MissReason.DEADLINE: "use a faster tier, or a longer `prepare_deadline`",
+    MissReason.RECOMPUTE_FASTER: "nothing, or put a faster tier in front",
     MissReason.CROWDED: "give the engine more memory for KV, or fewer requests at once",
+    MissReason.ASKED_AT_STEP: "nothing",
+    MissReason.OVERDUE: "read the engine's log: copies do not end",
+    MissReason.TIER_DOWN: "read the engine's log: a tier was down",
+    MissReason.NOT_DELIVERED: "read the engine's log: a tier does not deliver what it holds",
 }
-"""What to do about the most frequent miss, where anything can be done without reading the engine's log."""
+"""What to do about the most frequent miss."""
 
 
 def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
@@ -123,7 +135,7 @@ def _sources(engine: EngineStatus) -> dict[str, int]:
 def _advice(engine: EngineStatus) -> str:
     """The one thing to change."""
     missed, reason = max((engine.metrics.get(series("misses", reason), 0), reason) for reason in MissReason)
-    lookups, evicted = _of(engine, "lookups"), sum(_of(engine, "evicted_blocks", tier) for tier in _sources(engine))
+    lookups = _of(engine, "lookups")
     for tier in engine.tiers:
         if tier.trouble:
             ago = f" for {age(tier.doubted_for)}" if tier.doubted_for else ""
@@ -132,13 +144,13 @@ def _advice(engine: EngineStatus) -> str:
             return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
     if not lookups + _of(engine, "spared_lookups"):
         return "nothing yet: no prompt was looked up"
-    if lookups < FEW and missed == lookups:
-        return "nothing yet: new prompts miss, ask one again"
-    if missed * 10 < lookups:
+    if not missed or missed * 10 < lookups:
         return "nothing"
-    if reason is MissReason.NOT_STORED and evicted * 2 > _of(engine, "saved_blocks"):
-        return "raise `memory`, or add a larger tier: most of what is saved is evicted"
-    return CHANGES.get(reason, "nothing")
+    if reason is MissReason.NOT_STORED and lookups < FEW and missed == lookups:
+        return "nothing yet: new prompts miss, ask one again"
+    if reason is MissReason.NOT_STORED and lost_blocks(engine.metrics) * 2 > _of(engine, "saved_blocks"):
+        return "raise `memory`, or add a larger tier: most of what was saved is held nowhere now"
+    return CHANGES[reason]
 
 
 def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
@@ -156,7 +168,9 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
         if source in tiers and series("tier_up", source) not in engine.metrics:
             text += ", not asked yet"
         yield f" by {source}", text + (", DOWN" if tier.trouble else "")
-    yield "prefill spared", f"{_of(engine, 'spared_prefill_seconds'):,} s"
+    seconds = engine.metrics.get("spared_prefill_seconds", 0)
+    is_known = seconds or engine.metrics.get("prefill_speed") or not engine.prompts.used_tokens
+    yield "prefill spared", f"{seconds:,.1f} s" if is_known else "unknown until a prompt was computed"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})
     yield "to change", _advice(engine)
 
@@ -191,7 +205,7 @@ def show_requests(wanted: str | None, *, as_json: bool) -> None:
         rows = table(["request", "outcome"], ["age", "prompt", "engine", "promised", "used"])
         for engine, record in found[-SHOWN:]:
             numbers = (record.prompt_tokens, record.engine_tokens, record.promised_tokens, record.used_tokens)
-            outcome = record.ended or record.miss or ("waiting" if record.looked_up_from >= 0 else "in engine")
+            outcome = record.ended or record.miss or _so_far(engine, record)
             rows.add_row(record.request_id[:24], outcome, age(engine.time - record.arrived_at), *map(str, numbers))
         console().print(rows)
 
@@ -201,13 +215,25 @@ def _is_of(record: RequestRecord, wanted: str | None) -> bool:
     return not wanted or record.request_id.startswith(wanted) or wanted.startswith(record.request_id)
 
 
+def _is_spared(engine: EngineStatus, record: RequestRecord) -> bool:
+    """Whether the engine had all that could be loaded."""
+    return 0 < (record.prompt_tokens - 1) // engine.block_size <= record.engine_tokens // engine.block_size
+
+
+def _so_far(engine: EngineStatus, record: RequestRecord) -> str:
+    """What became of a request of which no plan has ended and that is no miss."""
+    if record.looked_up_from >= 0:
+        return "waiting"
+    return "in engine" if _is_spared(engine, record) else "not asked"
+
+
 def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str, str]]:
     size, start = engine.block_size, record.looked_up_from
     end = (record.prompt_tokens - 1) // size
     yield "prompt", f"{record.prompt_tokens:,} tokens, blocks of {size}, {age(engine.time - record.arrived_at)} ago"
     yield "engine had", f"{record.engine_tokens:,} tokens itself"
-    spared = "all that could be loaded is in the engine itself" if 0 < end <= record.engine_tokens // size else "no"
-    yield "looked up", _blocks(start, end) if start >= 0 else spared
+    spared = "all that could be loaded is in the engine itself" if _is_spared(engine, record) else "no"
+    yield "looked up", _blocks(start, end) if record.found is not None else spared
     if record.found is not None:
         found, at = [], start
         names = (MEMORY, *(tier.name for tier in engine.tiers))

@@ -77,6 +77,7 @@ class ClassedSlots:
         "moved",
         "num_rows",
         "places",
+        "slot_rows",
         "usable",
     )
 
@@ -99,6 +100,7 @@ class ClassedSlots:
         self._pseudo = -(-rows_without_payload // self._stride)
         """Extents that each class without payload has, beyond all others."""
         self.num_rows = (num_extents + self._pseudo * self.places.count(0)) * self._stride
+        self.slot_rows = num_extents * self._stride
         self._reset()
 
     def _reset(self) -> None:

@@ -102,6 +102,8 @@ class EngineGroups:
 def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
     """The groups of an engine. Raises ConfigError, which says what would be right, for what cannot be served."""
     members = kv_cache_config.kv_cache_groups
+    if not members:
+        raise ConfigError("the model keeps no KV cache, so there is nothing to store: leave --kv-transfer-config out")
     specs = [layer_specs(one.kv_cache_spec) for one in members]
     dropping = _dropping(vllm_config, members, specs)
     groups = tuple(

@@ -148,8 +148,13 @@ class PagedKV:
         tensors = tuple(kv_caches.values())
         devices = {str(tensor.device.type) for tensor in tensors if hasattr(tensor, "device")}
         pages = {name: PagedLayer.from_tensor(name, tensor, num_blocks) for name, tensor in kv_caches.items()}
+        if not tensors:
+            raise ConfigError(
+                "this rank has no layer at all that keeps keys, values or states, so that there is nothing to store: "
+                "use fewer pipeline stages, or serve this model without kvpact"
+            )
         if len(devices) != 1:
-            raise ConfigError(f"the KV memory must be on one device, found {sorted(devices) or 'no layer at all'}")
+            raise ConfigError(f"the KV memory must be on one device, found {sorted(devices) or 'none'}")
         layers: list[PagedLayer] = []
         layer_index: dict[str, int] = {}
         groups: list[range] = []

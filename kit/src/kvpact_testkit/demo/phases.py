@@ -142,6 +142,8 @@ class Results:
     model: str
     cold_costs: Sequence[ColdCost]
     gpu: str = ""
+    spared_seconds: Sequence[float] = ()
+    """Seconds of prefill that kvpact says it has spared, before the restart and after it."""
 
 
 def kvpact_config(disk: Path, stats_file: Path, memory: str) -> dict[str, Any]:
@@ -203,6 +205,7 @@ def run_phases(model: Path, text: str, work: Path, plan: Plan, *, say: Callable[
         model=f"{describe_model(model)}, {plan.dtype}",
         cold_costs=script.cold_costs,
         gpu=plan.gpu,
+        spared_seconds=[float(stats.get("spared_prefill_seconds", 0.0)) for stats in counts],
     )
 
 

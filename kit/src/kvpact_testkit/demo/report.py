@@ -74,6 +74,8 @@ class Report:
     loaded: int
     used: int
     leases_held: int
+    spared_seconds: list[float]
+    """Seconds of prefill spared, before the restart and after it."""
     failures: list[str]
 
 
@@ -110,6 +112,7 @@ def judge(results: Results) -> Report:
         loaded=results.counts["loaded"],
         used=results.counts["used"],
         leases_held=results.leases_held,
+        spared_seconds=[*results.spared_seconds],
         failures=[*_failures(phases), *_ledger_failures(results, phases)],
     )
 
@@ -156,6 +159,8 @@ def _ledger_failures(results: Results, phases: Sequence[PhaseFigures]) -> list[s
     skipped = sum(phase.cached_tokens for phase in phases if phase.name in (WARM_MEMORY, WARM_DISK))
     if results.counts["used"] < skipped:
         failures.append(f"the ledger counts {results.counts['used']} used tokens, the engine skipped {skipped}")
+    if results.spared_seconds and not results.spared_seconds[-1]:
+        failures.append(f"{WARM_DISK}: no second of prefill counts as spared, of tokens that came from the cache")
     return failures
 
 
@@ -174,6 +179,11 @@ def _cold_cpu_line(share: float | None) -> str:
     if share is None:
         return "This kernel counts no CPU time of threads: kvpact's share is not known."
     return f"kvpact takes {share:.1%} of a cold prompt's CPU time (aim: {COLD_CPU_SHARE:.0%})."
+
+
+def _spared_line(seconds: Sequence[float]) -> str:
+    """The seconds of both lives, in a sentence."""
+    return f"Prefill spared: {seconds[0]:,.1f} s, and {seconds[-1]:,.1f} s after the restart."
 
 
 def show(report: Report, console: Console) -> None:
@@ -204,6 +214,7 @@ def show(report: Report, console: Console) -> None:
                 f"Means and medians of {report.phases[0].requests} prompts. Model, with random weights: {report.model}."
             ),
             Text(f"Ledger, in tokens: {counts}. Leases held: {report.leases_held}."),
+            *([Text(_spared_line(report.spared_seconds))] if report.spared_seconds else []),
             *([Text(f"On {report.gpu}. {UNPROVEN_ON_GPUS}")] if report.gpu else []),
             Text(_cold_cpu_line(report.cold_cpu_share)),
             Text(f"Time to its first token: {report.cold_overhead:+.1%} (quartiles {low:+.1%} to {high:+.1%})."),
