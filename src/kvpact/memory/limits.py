@@ -31,7 +31,7 @@ def available_memory_bytes() -> int:
 def _cgroup_room() -> Iterator[int]:
     """Bytes left in each memory cgroup that holds this process, version 2 or 1, up to the root."""
     try:
-        memberships = (PROC / "self/cgroup").read_text().splitlines()
+        memberships = (PROC / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for membership in memberships:
@@ -88,7 +88,7 @@ def _open_files(process: Path) -> list[Path]:
 def _parent(process: Path) -> str:
     """The id of a process's parent; "" if it has ended."""
     try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[1]
+        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
     except (OSError, IndexError):
         return ""
 
