@@ -15,13 +15,42 @@ import subprocess
 import sys
 
 CALLS = {
-    "x86_64": {"link": 86, "linkat": 265, "chmod": 90, "fchmod": 91, "fchmodat": 268, "flock": 73, "utimensat": 280},
-    "aarch64": {"linkat": 37, "fchmod": 52, "fchmodat": 53, "flock": 32, "utimensat": 88},
+    "x86_64": {
+        "link": 86,
+        "linkat": 265,
+        "chmod": 90,
+        "fchmod": 91,
+        "fchmodat": 268,
+        "flock": 73,
+        "utimensat": 280,
+        "fsync": 74,
+        "fallocate": 285,
+        "setpriority": 141,
+        "sched_getaffinity": 204,
+        "statfs": 137,
+        "fstatfs": 138,
+        "fadvise64": 221,
+    },
+    "aarch64": {
+        "linkat": 37,
+        "fchmod": 52,
+        "fchmodat": 53,
+        "flock": 32,
+        "utimensat": 88,
+        "fsync": 82,
+        "fallocate": 47,
+        "setpriority": 140,
+        "sched_getaffinity": 123,
+        "statfs": 43,
+        "fstatfs": 44,
+        "fadvise64": 223,
+    },
 }
 """Numbers of system calls."""
 
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
+_KILL = 0x80000000
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
 
 
@@ -31,10 +60,19 @@ class _Program(ctypes.Structure):
 
 def refuse(calls: list[str], number: int) -> None:
     """From now on these calls fail in this process with this error."""
+    _filter(calls, _FAIL | number)
+
+
+def kill_at(calls: list[str]) -> None:
+    """From now on these calls end this process, or that of its children which makes one, as SIGKILL does."""
+    _filter(calls, _KILL)
+
+
+def _filter(calls: list[str], action: int) -> None:
     numbers = [CALLS[platform.machine()][call] for call in calls if call in CALLS[platform.machine()]]
     steps = [struct.pack("<HBBI", _LOAD, 0, 0, 0)]
     steps += [struct.pack("<HBBI", _JUMP_IF_EQUAL, len(numbers) - at, 0, one) for at, one in enumerate(numbers)]
-    steps += [struct.pack("<HBBI", _RETURN, 0, 0, _ALLOW), struct.pack("<HBBI", _RETURN, 0, 0, _FAIL | number)]
+    steps += [struct.pack("<HBBI", _RETURN, 0, 0, _ALLOW), struct.pack("<HBBI", _RETURN, 0, 0, action)]
     libc = ctypes.CDLL(None, use_errno=True)
     program = _Program(len(steps), b"".join(steps))
     if libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):

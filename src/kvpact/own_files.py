@@ -40,7 +40,7 @@ _RETRY_SECONDS: Final = 0.05
 _OTHERS: Final = 0o007
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 UNABLE: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What a file system answers that has no modes, links or times, about a file of this user."""
+"""What a file system answers that has no modes, links or times, about a file of this user; or a container."""
 
 _SHARED_BITS: Final = 0o2070
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
@@ -265,7 +265,7 @@ def replace_own(
                 file.write(content)
                 file.flush()
                 if durable:
-                    os.fsync(descriptor)
+                    sync_file(descriptor)
             os.rename(beside, path)
         except BaseException:
             beside.unlink(missing_ok=True)
@@ -322,6 +322,18 @@ def _read_if_ours(path: Path) -> bytes:
         return file.read() if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else b""
 
 
+def sync_file(descriptor: int) -> None:
+    """When this returns, a power cut takes nothing of the file, where its file system can promise that.
+
+    Raises OSError if it can and did not.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in {*UNABLE, errno.EINVAL}:
+            raise
+
+
 def sync_folder(path: Path) -> None:
     """When this returns, a power cut takes back no name in the folder, where its file system can promise that."""
     with suppress(OSError), closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as descriptor:
@@ -331,7 +343,7 @@ def sync_folder(path: Path) -> None:
 def _make_named(path: Path) -> None:
     try:
         path.mkdir(mode=NAMED_MODE)
-        path.chmod(NAMED_MODE)
+        PRIVATE.settle(path, NAMED_MODE)
     except FileExistsError:
         if not path.is_dir():
             raise NotOurs(f"{path} is not a directory; give the path of one") from None

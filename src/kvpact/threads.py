@@ -40,7 +40,9 @@ def spare_cpus() -> frozenset[int]:
     for task in (os.getppid(), *_threads_of_this_process()):
         with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
             allowed |= os.sched_getaffinity(task)
-    return frozenset(allowed - os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):  # a container that does not say
+        return frozenset(allowed - os.sched_getaffinity(0))
+    return frozenset()
 
 
 def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
@@ -69,7 +71,8 @@ def give_way() -> None:
     Not less, because other threads wait for what it holds, such as pages that the kernel is collapsing, or the
     interpreter's lock. At the lowest priority, 1.5 percent, copies stopped for seconds on a busy machine.
     """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+    with contextlib.suppress(OSError):  # a container may forbid it; the thread then keeps its priority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
 
 
 def _show_name(name: str) -> None:

@@ -72,6 +72,27 @@ def test_h104_without_modes_all_is_stored_and_it_is_said_that_others_may_look(tm
     assert [line for line in said if line == WORKS] == [WORKS] * 2, said
 
 
+@pytest.mark.parametrize("kind", ["disk", "dir", "file"])
+@pytest.mark.parametrize(
+    ("calls", "number"),
+    [
+        ("chmod,fchmod,fchmodat", errno.EPERM),
+        ("fsync", errno.EINVAL),
+        ("fallocate", errno.ENOSYS),
+        ("setpriority", errno.EPERM),
+        ("sched_getaffinity", errno.EPERM),
+        ("statfs,fstatfs", errno.ENOSYS),
+        ("fadvise64", errno.ENOSYS),
+    ],
+)
+def test_what_a_file_system_or_container_refuses_and_a_tier_can_do_without_costs_nothing(
+    tmp_path: Path, kind: str, calls: str, number: int
+) -> None:
+    """In a folder that the tier makes. No thread ends by it either."""
+    said = run_without(calls, number, STORES, url_of(kind, tmp_path / "new"))
+    assert said.splitlines() == [WORKS] * 2
+
+
 def test_h104_without_locks_a_disk_tier_says_what_to_do_and_others_need_none(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     said = run_without("flock", errno.ENOLCK, STORES, url_of("disk", tmp_path / "disk"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -396,4 +397,7 @@ def main() -> None:
     if sys.platform != "linux":
         print(f"kvpact: kvpact runs on Linux only, and this is {sys.platform}", file=sys.stderr)
         sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what it cannot encode, such as a model's name, is escaped
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="kvpact")

@@ -140,7 +140,7 @@ def what_copies(gpu: str, root: Path = Path("/"), *, through: str = "connector")
 
     `gpu` is the configuration's. A run of `make gpu` that is written into benchmarks/RESULTS.md changes `RUN_BY_US`.
     """
-    texts = [file.read_text() for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
+    texts = [file.read_text(errors="replace") for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
     names = [found[1] for text in texts if (found := re.search(r"^Model:\s*(.*)$", text, re.MULTILINE))]
     where = ", ".join(names) or "no NVIDIA GPU here"
     if through == OFFLOADING:
@@ -166,7 +166,7 @@ def _place_of(option: str, vllm_arguments: Sequence[str]) -> str | None:
     ]
     for file in files:
         with suppress(OSError, UnicodeDecodeError):  # vLLM will report it
-            places[file] = [f"--{key}" for key in re.findall(TOP_LEVEL_KEY, Path(file).read_text())]
+            places[file] = [f"--{key}" for key in re.findall(TOP_LEVEL_KEY, Path(file).read_text(encoding="utf-8"))]
     for place, names in places.items():
         words = (name.partition(".")[0].replace("_", "-") for name in names)
         if any(len(word) > len("--") and option.startswith(word) for word in words):

@@ -29,7 +29,7 @@ def vllm_options() -> set[str]:
     """The names that are options of `vllm serve`, without the two dashes; empty if vLLM is not here."""
     spec = find_spec("vllm")
     places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
-    texts = [file.read_text() for place in places for source in SOURCES for file in place.glob(source)]
+    texts = [file.read_text(encoding="utf-8") for place in places for source in SOURCES for file in place.glob(source)]
     found = [
         name for text in texts for pair in re.findall(r'"--([a-z][\w-]*)"|(?m:^    (\w+):)', text) for name in pair
     ]

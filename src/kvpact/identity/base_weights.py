@@ -53,7 +53,7 @@ def cannot_tell(why: object) -> ConfigError:
 def process_start_ns() -> int:
     """When this process began, in Unix time: weights are loaded later. 0 where the kernel does not say."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return 0
     since_boot = int(fields[19]) * (10**9 // os.sysconf("SC_CLK_TCK"))

@@ -37,7 +37,7 @@ def _of_machine(name: str) -> int:
 def _cgroups() -> Iterator[tuple[int, int]]:
     """Limit and bytes taken of each memory cgroup that holds this process, version 2 or 1, up to the root."""
     try:
-        memberships = (PROC / "self/cgroup").read_text().splitlines()
+        memberships = (PROC / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for membership in memberships:
@@ -108,7 +108,7 @@ def _open_files(process: Path) -> list[Path]:
 def _parent(process: Path) -> str:
     """The id of a process's parent; "" if it has ended."""
     try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[1]
+        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
     except (OSError, IndexError):
         return ""
 

@@ -118,7 +118,7 @@ class VllmDevice:
 
 def _driver() -> str:
     """The release of NVIDIA's kernel module, such as ", driver 580.65.06"; empty where there is none."""
-    text = NVIDIA.read_text() if NVIDIA.is_file() else ""
+    text = NVIDIA.read_text(errors="replace") if NVIDIA.is_file() else ""
     found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return f", driver {found[1]}" if found else ""
 

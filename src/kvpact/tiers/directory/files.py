@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvpact.own_files import PRIVATE, closing, open_own
+from kvpact.own_files import PRIVATE, closing, open_own, sync_file
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces
 from kvpact.tiers.vectored import completely
 
@@ -90,7 +90,7 @@ def write_new(path: Path, pieces: RecordPieces, used_ns: int) -> None:
         completely(os.pwritev, descriptor, [memoryview(piece).cast("B") for piece in pieces], 0)
         with suppress(OSError):  # a file system that sets no times: the order of writing must do
             os.utime(descriptor, ns=(used_ns, used_ns))
-        os.fsync(descriptor)
+        sync_file(descriptor)
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from kvpact.own_files import Access, closing, replace_own, sync_folder
+from kvpact.own_files import Access, closing, replace_own, sync_file, sync_folder
 from kvpact.tiers.directory import files
 from kvpact.tiers.directory.evictor_lock import EvictorLock, died_here, new_writer
 from kvpact.tiers.free_space import SLACK_SHARE, Unremovable, taken
@@ -92,13 +92,14 @@ class Quota:
         self._settled = 0
         self.clock = SharedClock(control / "clock", access)
         """The times of uses."""
-        self._block_bytes = 1
+        self._block_bytes = CONTROL_BYTES
 
     def recover(self) -> None:
         """Create the ledger's folders; count and remove the files of dead writers."""
         for directory in (self._control, self._temporaries, self._counters):
             self._access.make_folder(directory)
-        self._block_bytes = os.statvfs(self._root).f_frsize
+        with suppress(OSError):  # a file system that does not say: whole pages
+            self._block_bytes = os.statvfs(self._root).f_frsize or self._block_bytes
         self.clock.now()
         _remove_all(self._abandoned(self._temporaries))
         if self.snapshot() is None:
@@ -168,7 +169,7 @@ class Quota:
             with closing(self._access.open(self._counters / self.writer, os.O_WRONLY)) as descriptor:
                 os.pwrite(descriptor, counter, 0)
                 if reserved > 0:  # a reservation must survive a power cut
-                    os.fsync(descriptor)
+                    sync_file(descriptor)
             if reserved > 0 and not self._reserved:
                 sync_folder(self._counters)
             self._reserved += max(reserved, 0)

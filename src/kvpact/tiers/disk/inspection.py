@@ -207,7 +207,8 @@ def _digest(descriptor: int, at: int, length: int) -> bytes:
     state = xxhash.xxh3_128()
     for start in range(at, at + length, GROUP_BYTES):
         state.update(os.pread(descriptor, min(GROUP_BYTES, at + length - start), start))
-        os.posix_fadvise(descriptor, start, GROUP_BYTES, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # no more than advice
+            os.posix_fadvise(descriptor, start, GROUP_BYTES, os.POSIX_FADV_DONTNEED)
     return state.digest()
 
 

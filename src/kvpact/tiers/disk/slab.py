@@ -36,7 +36,7 @@ import xxhash
 
 from kvpact.errors import DataError, TierError
 from kvpact.identity.keys import Namespace
-from kvpact.own_files import PRIVATE, Access, lost_from, replace_own, sync_folder
+from kvpact.own_files import PRIVATE, UNABLE, Access, lost_from, replace_own, sync_file, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
 from kvpact.tiers.disk.file_lock import lock_file
 from kvpact.tiers.record import RUN_BYTES, bytes_of
@@ -333,7 +333,7 @@ class Slab(SlabReader):
             lock_file(descriptor)
             os.pwrite(descriptor, superblock.encode(), 0)
             os.ftruncate(descriptor, superblock.payload_at)
-            os.fsync(descriptor)
+            sync_file(descriptor)
             os.rename(unfinished, path)
             sync_folder(path.parent)
             return cls(path, descriptor, superblock)
@@ -375,12 +375,24 @@ class Slab(SlabReader):
         start, end = self.superblock.file_bytes(self.slots), self.superblock.file_bytes(slots)
         headers = PAGE_BYTES + self.slots * HEADER_BYTES, (slots - self.slots) * HEADER_BYTES
         try:
-            os.posix_fallocate(self._buffered, *headers)  # else a full disk has no room for them
-            os.posix_fallocate(self._buffered, start, end - start)
+            self._allocate(*headers)  # else a full disk has no room for them
+            self._allocate(start, end - start)
         except OSError:
             os.ftruncate(self._buffered, start)
             raise
         self.slots = slots
+
+    def _allocate(self, offset: int, length: int) -> None:
+        """Have the file system keep room for these bytes of the file, which are part of it afterwards.
+
+        One that cannot shows by a failing write that it is full. Raises OSError.
+        """
+        try:
+            os.posix_fallocate(self._buffered, offset, length)
+        except OSError as error:
+            if error.errno not in {*UNABLE, errno.EINVAL}:
+                raise
+            os.ftruncate(self._buffered, max(self.status().st_size, offset + length))
 
     def punch(self, first: int, count: int) -> None:
         """Give the room of neighbouring slots back to the file system. Their headers must be clear. Raises OSError."""
@@ -392,7 +404,7 @@ class Slab(SlabReader):
         """Have the file system allocate `slots`, in holes of the file. Raises OSError; then it has some of them."""
         size, slot_bytes = self.superblock.file_bytes, self.superblock.slot_bytes
         for first, count in runs(slots):
-            os.posix_fallocate(self._buffered, size(slots[first]), count * slot_bytes)
+            self._allocate(size(slots[first]), count * slot_bytes)
 
     def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers of the records in `slots`, which makes them visible."""

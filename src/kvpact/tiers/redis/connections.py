@@ -247,7 +247,7 @@ class Credentials:
         if not self.password_file:
             return self.password
         try:
-            return Path(self.password_file).read_text().strip("\r\n")
+            return Path(self.password_file).read_text(encoding="utf-8").strip("\r\n")
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot read the password file {self.password_file}: {type(error).__name__}") from None
 
