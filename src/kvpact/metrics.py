@@ -88,6 +88,17 @@ MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.DEADLINE: "the lower tier did not answer in time; it is too slow, or the deadline is too short",
 }
 
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the start has found of how an engine is served; it holds until the engine ends, and the log has it once."""
+
+    unserved: str = ""
+    """Why no request can be cached, and what to do; "" if some can."""
+    notes: tuple[str, ...] = ()
+    """What else limits it: classes, statistics, sizes of blocks."""
+
+
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 
