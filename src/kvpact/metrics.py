@@ -96,6 +96,17 @@ MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.DEADLINE: "`prepare_deadline` was over before a tier, or a digest, or the engine's steps came to them",
 }
 
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the start has found of how an engine is served; it holds until the engine ends, and the log has it once."""
+
+    unserved: str = ""
+    """Why no request can be cached, and what to do; "" if some can."""
+    notes: tuple[str, ...] = ()
+    """What else limits it: classes, statistics, sizes of blocks."""
+
+
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 

@@ -157,6 +157,8 @@ def test_what_cannot_be_read_says_what_would_be_right(serve: Callable[[str], str
     assert "cannot be read: " in refusal("status", "http://127.0.0.1:9")
     assert "leave the address out" in refusal("status", "http://127.0.0.1:9", "--leases")
     assert "has no metrics of kvpact; start the server with `kvpact serve`" in refusal("status", serve(OLD))
+    without_statistics = serve("# TYPE python_info gauge\npython_info 1.0\n")
+    assert "its server runs with --disable-log-stats; leave that option out" in refusal("status", without_statistics)
     assert f"no engine answers in {runtime}/kvpact or {runtime}/kvpact-" in refusal("status")
     assert "no engine answers" in refusal("why", "cmpl-1")
 

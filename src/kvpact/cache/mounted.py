@@ -30,7 +30,7 @@ from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
-from kvpact.metrics import MEMORY, Metrics, Snapshot, explain_misses
+from kvpact.metrics import MEMORY, Metrics, Snapshot, Verdict, explain_misses
 from kvpact.ranges import BlockRange
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
@@ -110,7 +110,7 @@ class MountedCache:
             self._use(tiers)
         notices = [segment.notice for segment in attached]
         self.weights = WeightsWatch(notices, self.cache)
-        adapters.bind(LoadedAdapters(notices))
+        adapters.bind(LoadedAdapters(notices), reported=all(hello.watches_weights for hello in hellos))
         self._stats_file = StatsFile(config.stats_file, replica) if config.stats_file else None
         self._status_socket: StatusSocket | None = None
         logger.info(
@@ -183,10 +183,10 @@ class MountedCache:
         """All counts as they are now."""
         return self.own.observe() if self.own is not None else self._metrics.snapshot()
 
-    def listen(self, model: str) -> None:
+    def listen(self, model: str, verdict: Verdict) -> None:
         """From now on, until the end, people of this user may ask how the engine with this model does."""
         self._status_socket = StatusSocket(
-            lambda: status_of(self.own, self._metrics, model, self._block_size).encoded()
+            lambda: status_of(self.own, self._metrics, model, self._block_size, verdict).encoded()
         )
 
     def reset(self) -> None:
@@ -223,6 +223,11 @@ class MountedCache:
         self._arena.close()
         if self._stats_file is not None:
             self._stats_file.close(snapshot)
+
+
+def answer_without_cache(metrics: Metrics, model: str, block_size: int, verdict: Verdict) -> StatusSocket:
+    """Have an engine that has no cache answer the people of this user why."""
+    return StatusSocket(lambda: status_of(None, metrics, model, block_size, verdict).encoded())
 
 
 def attach_all(hellos: Sequence[WorkerHandshake]) -> tuple[Arena, Sequence[ArenaSegment]]:

@@ -16,7 +16,7 @@ from kvpact import __version__
 from kvpact.cache.cache import PactCache
 from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
-from kvpact.metrics import MEMORY, Metrics, Snapshot, series, tiers_in
+from kvpact.metrics import MEMORY, Metrics, Snapshot, Verdict, series, tiers_in
 
 VERSION: Final = 1
 """The document's; it grows when a field gets another meaning or goes."""
@@ -55,6 +55,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     model: str
     block_size: int
     metrics: Snapshot
+    verdict: Verdict = Verdict()
     time: float = 0.0
     """Now, on the clock of `records`."""
     tiers: list[TierState] = []
@@ -94,12 +95,15 @@ def troubles_in(metrics: Mapping[str, float], down: Container[str]) -> dict[str,
     return found | ({MEMORY: "a copy was wrong, so nothing is served"} if metrics.get("refuted_copies") else {})
 
 
-def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size: int) -> EngineStatus:
+def status_of(
+    cache: PactCache | None, metrics: Metrics, model: str, block_size: int, verdict: Verdict | None = None
+) -> EngineStatus:
     """The status of an engine, with what kvpact's own cache knows if it has that.
 
     The tiers' gauges are those that the scheduler's thread has set last, but for their health.
     """
     found = EngineStatus(pid=os.getpid(), model=model, block_size=block_size, metrics=metrics.snapshot())
+    found.verdict = verdict or found.verdict
     if cache is None:
         return found
     found.metrics |= {series(name, label): total for name, total, label in cache.ledger.totals.counts()}

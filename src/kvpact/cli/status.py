@@ -33,6 +33,9 @@ FEW: Final = 10
 """Look-ups that say nothing yet if all of them miss."""
 
 BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
+ALWAYS_THERE: Final = {"vllm:num_requests_running", "vllm:prefix_cache_hits_total"}
+"""What a page of vLLM has, unless the server keeps no statistics."""
+
 PAGE_SECONDS: Final = 10.0
 
 CHANGES: Final = {
@@ -88,6 +91,9 @@ def _read_page(url: str) -> EngineStatus:
         found[f"{name}{{{','.join(told)}}}" if told else name] += sample.value
         engines |= {sample.labels["engine"]} if name != sample.name else set()
         down |= {sample.labels["tier"]} if name == "tier_up" and not sample.value else set()
+    if not engines and not found.keys() & ALWAYS_THERE:
+        right = "leave that option out, or run kvpact status without an address on the engine's machine"
+        raise KvpactError(f"{page} has no statistics of vLLM: its server runs with --disable-log-stats; {right}")
     if not engines:
         raise KvpactError(f"{page} has no metrics of kvpact; start the server with `kvpact serve`, and ask it once")
     local = found[f'{BY_SOURCE}{{source="local_cache_hit"}}'] or found["vllm:prefix_cache_hits_total"]
@@ -134,6 +140,8 @@ def _sources(engine: EngineStatus) -> dict[str, int]:
 
 def _advice(engine: EngineStatus) -> str:
     """The one thing to change."""
+    if engine.verdict.unserved:
+        return engine.verdict.unserved
     missed, reason = max((engine.metrics.get(series("misses", reason), 0), reason) for reason in MissReason)
     lookups = _of(engine, "lookups")
     for tier in engine.tiers:
@@ -154,6 +162,10 @@ def _advice(engine: EngineStatus) -> str:
 
 
 def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
+    yield from (("start", note) for note in engine.verdict.notes)
+    if engine.verdict.unserved:
+        yield "cached", f"nothing: {engine.verdict.unserved}"
+        return
     whole, spared = engine.prompts.tokens, engine.prompts.engine_tokens + engine.prompts.used_tokens
     share = "{:6.1%}".format if whole else (lambda _: "     -")
     yield "not computed", f"{share(spared / max(1, whole))} {spared:,} of {whole:,} prompt tokens"
@@ -194,6 +206,9 @@ def show_requests(wanted: str | None, *, as_json: bool) -> None:
     if not found:
         whom = f'no request "{wanted}" is' if wanted else "no request is"
         kept = sum(len(engine.records) for engine in engines)
+        for engine in engines:
+            if engine.verdict.unserved:
+                raise KvpactError(f"{whom} kept: {engine.verdict.unserved}")
         raise KvpactError(f"{whom} among the last {kept}; give the id of an answer, such as cmpl-1234, soon after it")
     if as_json:
         shown = [{**msgspec.to_builtins(record), "block_size": engine.block_size} for engine, record in found]
@@ -254,6 +269,7 @@ def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str
         )
         yield "ended", f"{record.ended}: the last of {record.plans} plans, for {_blocks(*record.blocks)}"
     yield "saved", f"{record.saved_blocks:,} blocks"
+    yield from (("start", note) for note in engine.verdict.notes)
 
 
 def _blocks(first: int, end: int) -> str:

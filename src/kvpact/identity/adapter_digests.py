@@ -30,6 +30,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from kvpact.identity.adapter_files import FilesSeen, look_at_files, look_at_rest
 from kvpact.identity.digest_thread import DigestThread, Pending
@@ -44,6 +45,11 @@ first."""
 
 RETRY_SECONDS = 10.0
 """Files that could not be read are read again for a request that comes at least this much later."""
+
+
+ANEW: Final = "every rank has loaded the files as they are now: unload the adapter and load it again"
+RESTART: Final = "a restart; with --worker-cls kvpact.vllm.worker.KvpactWorker it is enough to load the adapter again"
+"""What ends the time in which requests with a changed adapter are not cached, with reports of the ranks and without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ class AdapterDigests:
         self._seen: OrderedDict[str, AdapterSeen] = OrderedDict()
         """By path; used by the thread only."""
         self._loaded: LoadedAdapters | None = None
+        self._is_reported = True
         self._withdrawn: set[str] = set()
         self.revision = 0
         """Increases when earlier answers about an adapter may be void, and when new answers are possible."""
@@ -101,9 +108,10 @@ class AdapterDigests:
     def __len__(self) -> int:
         return max(len(self.uses), len(self._seen))
 
-    def bind(self, loaded: LoadedAdapters | None) -> None:
+    def bind(self, loaded: LoadedAdapters | None, *, reported: bool = True) -> None:
         """Set the ranks' reports of what they have loaded; None once the ranks have ended, and all that was cached with
-        them."""
+        them. `reported`: whether the ranks make reports at all."""
+        self._is_reported = reported
         if self._loaded is not None:
             self._loaded.close()
         self._loaded = loaded
@@ -188,10 +196,9 @@ class AdapterDigests:
             if was_unchanged and not is_unchanged:
                 logger.warning(
                     "kvpact: the files of the adapter at %s have changed since this engine started. Requests with it "
-                    "are cached once all workers say that they have loaded the files as they are; they say so with "
-                    "--worker-cls kvpact.vllm.worker.KvpactWorker, and else an engine that is started after the change "
-                    "caches them",
+                    "are not cached until %s",
                     path,
+                    ANEW if self._is_reported else RESTART,
                 )
             at_rest = look_at_rest(directory)
             digest = adapter_digest(directory) if at_rest == files else None

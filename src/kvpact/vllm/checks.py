@@ -16,6 +16,7 @@ from typing import Any, Final
 from kvpact.config import KvpactConfig, check_cache, find_factory, load_config
 from kvpact.errors import ConfigError
 from kvpact.memory.limits import require_possible
+from kvpact.metrics import Verdict
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.compat.configuration import allows_cascade_attention, may_sleep, speculates
@@ -180,15 +181,30 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
             'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
             transfer.kv_load_failure_policy,
         )
-    if vllm_config.model_config.runner_type == "pooling":
-        logger.warning("kvpact: requests of a pooling model are never cached: leave --kv-transfer-config out")
-    groups = engine_groups(vllm_config, kv_cache_config)
-    if not groups.are_served:
-        logger.warning(
-            "kvpact: vLLM %s cannot be told that a load of blocks of %d KV cache group(s), not all of full attention, "
-            "failed: this model runs without kvpact; use vLLM 0.30 or later", release, len(groups.layers)
-        )  # fmt: skip
-    return groups
+    return engine_groups(vllm_config, kv_cache_config)
+
+
+def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistics: bool) -> Verdict:
+    """The verdict on an engine that is served; the log gets each note, but for the `missing` classes, which it has.
+
+    `missing` is what `check_classes` returned.
+    """
+    notes = list[str]()
+    sizes = sorted({group.block_size for group in groups.groups.groups})
+    if not has_statistics:
+        notes.append(
+            "--disable-log-stats: vLLM's metrics page has nothing of kvpact; kvpact status on this machine has"
+        )
+    if groups.groups.alignment > sizes[0]:
+        notes.append(
+            f"KV cache groups with blocks of {', '.join(map(str, sizes))} tokens: a match is a multiple of "
+            f"{groups.groups.alignment}, so that shorter prompts are never loaded"
+        )
+    for note in notes:
+        logger.warning("kvpact: %s", note)
+    if missing:
+        notes.append(f"without kvpact's {' and '.join(missing)}: the log says what falls, and what to add")
+    return Verdict(notes=tuple(notes))
 
 
 def _refuse_settings_of_engine(vllm_config: Any) -> None:
@@ -217,8 +233,8 @@ def _refuse_settings_of_engine(vllm_config: Any) -> None:
         )
 
 
-def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, speaks_the_pact: bool) -> None:
-    """Log one line if the engine was started without kvpact's classes: what falls, and what to add.
+def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, speaks_the_pact: bool) -> list[str]:
+    """The options of kvpact's classes that the engine was started without; one line in the log says what falls.
 
     Raises ConfigError instead if the configuration requires them. Decided by what the workers and the scheduler have
     said of themselves, so classes that inherit from kvpact's count. `speaks_the_pact`: whether the scheduler's does.
@@ -226,6 +242,7 @@ def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, sp
     present = {"--worker-cls": all(hello.watches_weights for hello in hellos), "--scheduler-cls": speaks_the_pact}
     if missing := [option for option in OUR_CLASSES if not present[option]]:
         _say_missing(config, missing)
+    return missing
 
 
 def _say_missing(config: KvpactConfig, missing: Sequence[str]) -> None:

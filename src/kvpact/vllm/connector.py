@@ -226,6 +226,8 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """The workers are up. Not guarded: what the configuration gets wrong here must stop the start."""
+        if not self._groups.are_served:
+            return  # no rank has a segment
         hellos = [handshake.message() for handshake in metadata.values() if isinstance(handshake, PactHandshake)]
         if not hellos:
             raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blake3 import blake3
@@ -82,6 +82,8 @@ class EngineGroups:
 
     groups: GroupSet
     layers: tuple[tuple[str, ...], ...]
+    unserved: str = ""
+    """Why no request can be cached, and what to do; "" if some can."""
 
     @property
     def several(self) -> bool:
@@ -90,8 +92,8 @@ class EngineGroups:
 
     @property
     def are_served(self) -> bool:
-        """Whether the engine can be told that a load failed; before 0.30 not where there are several groups."""
-        return TAKES_FAILED_REQUESTS or not self.several
+        """Whether some request can be cached."""
+        return not self.unserved
 
     @property
     def digest(self) -> str:
@@ -113,7 +115,26 @@ def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
     if any(group.kind is GroupKind.STATE for group in groups) and speculates(vllm_config):
         raise ConfigError(STATES_AND_DRAFTS)
     layers = tuple(tuple(one.layer_names) for one in members)
-    return EngineGroups(GroupSet(groups, hit_alignment(kv_cache_config)), layers)
+    found = EngineGroups(GroupSet(groups, hit_alignment(kv_cache_config)), layers)
+    return replace(found, unserved=_why_unserved(vllm_config.model_config, found))
+
+
+def _why_unserved(model: Any, groups: EngineGroups) -> str:
+    """Why no request of the engine can be cached, and what to do; "" if some can."""
+    if model.runner_type == "pooling":
+        return "requests of a pooling model are never cached: start it with vllm serve, without kvpact"
+    if groups.several and not TAKES_FAILED_REQUESTS:
+        return (
+            f"this release of vLLM cannot be told that a load of blocks of {len(groups.layers)} KV cache group(s), not "
+            "all of full attention, failed: this model runs without kvpact; use vLLM 0.30 or later"
+        )
+    longest, least = int(model.max_model_len), groups.groups.alignment
+    if longest > least:
+        return ""
+    return (
+        f"--max-model-len {longest} lets no prompt be longer than a block, and what is cached is whole blocks of "
+        f"{least} tokens: raise it, or set a smaller --block-size"
+    )
 
 
 def _dropping(vllm_config: Any, members: Sequence[Any], specs: Sequence[Sequence[Any]]) -> set[int]:

@@ -6,6 +6,7 @@ process only; never blocks on I/O.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
@@ -14,19 +15,20 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final
 
-from kvpact.cache.mounted import EngineIdentity, MountedCache
+from kvpact.cache.mounted import EngineIdentity, MountedCache, answer_without_cache
 from kvpact.cache.waiting import MIN_IDENTITY_SECONDS, Event, Told, Waiting
 from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, SupportsStepLookup, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.groups import one_group
-from kvpact.metrics import MEMORY, Metrics
+from kvpact.metrics import MEMORY, Metrics, Verdict
 from kvpact.tiers.registry import load_seal
 from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
-from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, require_no_restarts
+from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, require_no_restarts, start_verdict
 from kvpact.vllm.compat.configuration import replica_number, runs_second_runner
 from kvpact.vllm.compat.late_loads import LateLoads
+from kvpact.vllm.compat.scheduler import has_statistics
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
 from kvpact.vllm.guard import Guard
@@ -39,6 +41,8 @@ from kvpact.vllm.stats import PactStats, StatsCollector
 from kvpact.vllm.step_hook import Candidates
 from kvpact.vllm.worker_identity import facts_of_slots
 from kvpact.wire import StepMessage, WorkerHandshake
+
+logger = logging.getLogger(__name__)
 
 NO_MATCH: Final = ExternalKVMatch(0)
 _NO_WORK: Final = StepMessage().work
@@ -87,6 +91,15 @@ class SchedulerSide:
         self._unsettled: WorkerReport | None = None  # what an exception left over from the last steps' reports
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
         self._stats: StatsCollector | None = None
+        self._has_statistics = True
+        """Whether vLLM asks for counts."""
+        self._model = str(vllm_config.model_config.model)
+        self._without_cache = None
+        """What answers in the place of a cache, where there will be none."""
+        if groups.unserved:
+            logger.warning("kvpact: this engine runs without a cache: %s", groups.unserved)
+            verdict = Verdict(groups.unserved)
+            self._without_cache = answer_without_cache(metrics, self._model, self._block_size, verdict)
         self.speaks_the_pact = False
         """Whether the engine's scheduler says what becomes of each match, and begins requests again whose steps relied
         on blocks that were not loaded."""
@@ -108,17 +121,19 @@ class SchedulerSide:
         if self.mounted is not None and self.mounted.segments == [hello.segment for hello in hellos]:
             return
         require_hooks(self._config, hellos)
-        check_classes(self._config, hellos, speaks_the_pact=self.speaks_the_pact)
+        missing = check_classes(self._config, hellos, speaks_the_pact=self.speaks_the_pact)
         if not self.speaks_the_pact:
             require_no_restarts(self._config, self._vllm_config, self._groups)
         self._end_cache()
         self.mounted = self._mount(hellos)
         require_groups(self.mounted.cache, self._groups)
-        self._stats = StatsCollector(self.mounted.observe, collect_samples=self._metrics.collect_samples)
-        self._stats.is_behind = True  # its page hears of the tiers before the first request, also of one that is away
+        if self._has_statistics:
+            self._stats = StatsCollector(self.mounted.observe, collect_samples=self._metrics.collect_samples)
+            self._stats.is_behind = True  # the page hears of tiers before the first request, also of one that is away
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
-        self.mounted.listen(str(self._vllm_config.model_config.model))
+        verdict = start_verdict(self._groups, missing, has_statistics=self._has_statistics)
+        self.mounted.listen(self._model, verdict)
 
     def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:
         config, vllm_config, groups = self._config, self._vllm_config, self._groups
@@ -142,6 +157,7 @@ class SchedulerSide:
         """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
         if not self._groups.are_served:
             return
+        self._has_statistics = has_statistics(offered)
         policy = str(self._vllm_config.scheduler_config.policy)
         self.context = scheduler_context(offered, policy, self._groups.groups if self._groups.several else None)
         self.identities.use_engine_hashes(self._vllm_config.cache_config, self.context.hash_block_size)
@@ -477,6 +493,8 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Flush the tiers in bounded time and log a summary of the cache's work."""
         self.identities.close()
+        if self._without_cache is not None:
+            self._without_cache.close()
         self._end_cache()
 
     def _end_cache(self) -> None:

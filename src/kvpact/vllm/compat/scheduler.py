@@ -137,6 +137,11 @@ def pool_and_tables(offered: Any, groups: GroupSet | None = None) -> tuple[Any, 
     return offered, StepBlockTables(groups, offered.null_block.block_id if groups is not None else 0)
 
 
+def has_statistics(offered: Any) -> bool:
+    """Whether vLLM collects statistics for its metrics page, as its KV cache manager tells; a block pool does not."""
+    return bool(getattr(offered, "log_stats", True))
+
+
 def is_free(block: Any) -> bool:
     """Whether a block of the pool is in the free queue."""
     return bool(block.ref_cnt == 0 and not block.is_null)
