@@ -98,7 +98,8 @@ class TierURL:
     @property
     def place(self) -> tuple[str, str, str]:
         """Scheme, servers or host without credentials, and path, which no two tiers may share."""
-        rules, host = SCHEMES.get(self.scheme), self.host.rpartition("@")[2]
+        rules = SCHEMES.get(self.scheme)
+        host = self.host.rpartition("@")[2]
         if rules is None or not rules.port:
             return self.scheme, host, self.path.rstrip("/")
         servers = ",".join(sorted(host_and_port(*address) for address in self.addresses))
