@@ -78,7 +78,6 @@ run the other files, each in one of them. Of the proofs each worker takes one fi
 LONGEST = (
     "tests/under_vllm/test_store_faults.py",
     "tests/under_vllm/test_engine_documents.py",
-    "tests/upstream/test_proposals.py",
     "kit/tests/test_vllm_releases.py",
     "kit/tests/test_cache_conformance.py",
     "tests/worker/device/test_proof.py",

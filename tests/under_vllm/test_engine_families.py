@@ -71,7 +71,7 @@ def test_windows_are_served_from_a_memory_that_is_too_small(tiny_model: Path, tm
 @pytest.mark.parametrize(
     ("family", "side_blocks", "environment"),
     [
-        pytest.param(gemma_like, 6, {}, marks=pytest.mark.proof, id="windows"),
+        pytest.param(gemma_like, 6, {}, marks=pytest.mark.soak, id="windows"),
         pytest.param(gpt_oss_like, 2, {}, marks=pytest.mark.soak, id="windows and sinks"),
         pytest.param(llama4_like, 3, CHUNKS, marks=pytest.mark.proof, id="chunks"),
     ],

@@ -192,7 +192,7 @@ def until_loaded(engine: EngineProcess, references: References, numbers: list[in
     pytest.fail("the store is not used again")
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_h58_a_redis_that_hangs_costs_the_deadline_and_no_more(
     offloading: Offloading, references: References, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ def require_loaded(offloading: Offloading, ranks: int = 1) -> None:
     assert offloading.lines("mistakes") == []
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_answers_from_host_memory_are_the_engines_own(offloading: Offloading, references: References) -> None:
     engine = offloading.engine("PlayedSpec")
     ask(engine, references, PROMPTS, BLOCKS, 0)

@@ -81,7 +81,7 @@ def ask(engine: EngineProcess, right: Right, numbers: range, cached: int) -> Non
         assert right(number, output), number
 
 
-@pytest.mark.proof
+@pytest.mark.soak  # the life of an engine with one group, below, has all of it
 def test_answers_from_memory_and_from_disk_are_the_engines_own(
     start_engine: Callable[..., EngineProcess], references: References, tmp_path: Path
 ) -> None:
@@ -195,8 +195,13 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SceneHost]:
         yield host
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.soak if name == "windows" else pytest.mark.proof, id=name)
+        for name, kind in KINDS.items()
+    ],
+)
 def test_whatever_happens_answers_are_the_engines_own(
     host: SceneHost, tiny_model: Path, tmp_path: Path, kind: Kind
 ) -> None:

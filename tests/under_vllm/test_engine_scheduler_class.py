@@ -42,9 +42,14 @@ def prompts(requests: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "requests", [pytest.param(200, marks=[pytest.mark.proof]), pytest.param(2000, marks=[pytest.mark.soak])]
+    ("requests", "overlap"),
+    [
+        pytest.param(200, True, marks=pytest.mark.proof, id="200, asynchronous scheduling"),
+        pytest.param(200, False, marks=pytest.mark.soak, id="200, one step at a time"),
+        pytest.param(2000, True, marks=pytest.mark.soak, id="2000, asynchronous scheduling"),
+        pytest.param(2000, False, marks=pytest.mark.soak, id="2000, one step at a time"),
+    ],
 )
-@pytest.mark.parametrize("overlap", [False, True], ids=["one step at a time", "asynchronous scheduling"])
 def test_every_answer_of_a_crowd_is_that_without_a_cache(
     host: SceneHost, tiny_model: Path, requests: int, overlap: bool
 ) -> None:

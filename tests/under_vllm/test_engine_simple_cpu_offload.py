@@ -12,12 +12,15 @@ import pytest
 from engines import BLOCK, BLOCK_BY_BLOCK, prompt
 from kvpact_testkit.demo.engine import EngineProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize(
+    "lazy",
+    [pytest.param(False, marks=pytest.mark.soak, id="eager"), pytest.param(True, marks=pytest.mark.proof, id="lazy")],
+)
 def test_a_second_request_loads_what_the_first_computed_and_gets_the_same_tokens(
     lazy: bool, start_engine: Callable[..., EngineProcess]
 ) -> None:

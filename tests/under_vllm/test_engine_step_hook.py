@@ -237,7 +237,7 @@ def test_what_steps_skipped_is_budget_again_where_more_tokens_fit_than_are_sched
 EXAMPLES = HERE.parents[1] / "examples"
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_vllms_example_connector_works_when_it_is_asked_on_the_worker(
     tiny_model: Path, tmp_path: Path, start_engine: Callable[..., EngineProcess]
 ) -> None:

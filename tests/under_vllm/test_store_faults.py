@@ -40,7 +40,7 @@ def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     ("kind", "prompts", "seconds"),
     [
         *(
-            pytest.param(kind, 4, 3.0, marks=pytest.mark.proof)
+            pytest.param(kind, 4, 3.0, marks=pytest.mark.proof if kind in ("redis", "s3") else pytest.mark.soak)
             for kind in store_sharing.KINDS
             if kind != "redis+cluster"
         ),

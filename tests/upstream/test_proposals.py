@@ -23,24 +23,21 @@ PROPOSALS = sorted(patch.parent.name for patch in (ROOT / "upstream").glob("*/ch
 
 CHOICE = choice()
 
-LISTS = [
-    pytest.param(CHOICE.proof, marks=pytest.mark.proof, id="proof"),
-    pytest.param(CHOICE.soak, marks=pytest.mark.soak, id="soak"),
-]
+LISTS = [pytest.param(CHOICE.proof, id="proof"), pytest.param(CHOICE.soak, id="soak")]
 """Which files of vLLM's own tests."""
 
 EACH = [
-    pytest.param(files, proposal, marks=marks, id=f"{name}-{proposal}")
+    pytest.param(files, proposal, id=f"{name}-{proposal}")
     for name, files in (("proof", CHOICE.proof), ("soak", CHOICE.soak))
     for proposal in PROPOSALS
-    for marks in [pytest.mark.proof if name == "proof" and proposal == PROPOSALS[0] else pytest.mark.soak]
 ]
-"""Which files with which proposal: `make proofs` takes the area of the first."""
+"""Which files with which proposal."""
 
 NEWER_RULES = "ISC004"
 """Rules of ruff that vLLM's own release of ruff does not have, and its files break."""
 
 pytestmark = [
+    pytest.mark.soak,  # neither the patches nor vLLM's release change with kvpact
     pytest.mark.timeout(2400),
     # What vLLM's tests import comes with the engine; it is not imported here.
     pytest.mark.skipif(find_spec("vllm") is None, reason="no engine is installed; `make setup` installs one"),
