@@ -357,7 +357,7 @@ class Planner:
             seconds = self.reads.seconds_to_load(first, available.stored, available.by_tier)
             faster = self._computes_faster(available.stored - first, seconds)
         not_found = MissReason.ASKED_AT_STEP if self.looks_up_at_step else MissReason.NOT_STORED
-        if available.resident < len(probe.keys):
+        if available.by_tier and available.resident < len(probe.keys):
             not_found = self.reads.probe_silent(probe.keys, state) or not_found
         return Limits(
             self.config.min_match_blocks,
