@@ -34,7 +34,7 @@ class Trouble(NamedTuple):
     told: str
     refused: Mapping[Call, StoreError] = {}
     seconds: float = INSTANT_S
-    """How long each operation takes, as it is reported."""
+    """Seconds of each operation, as they are reported."""
     loses_all: bool = False
     """Whether it is empty afterwards."""
 
