@@ -202,7 +202,9 @@ class Planner:
         if available.stored > available.resident:
             at = available.stored, available.resident, probe.start
             lacking = self.groups.lacking(state, probe.keys, *at)
-        silent = self.reads.probe_silent(probe.keys, state) if available.resident < len(probe.keys) else None
+        silent = None
+        if available.by_tier and available.resident < len(probe.keys):
+            silent = self.reads.probe_silent(probe.keys, state)
         limits = self._limits(probe, available, lacking, silent, has_news=has_news)
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):

@@ -147,7 +147,10 @@ class TierSet:
     @property
     def pending(self) -> int:
         """Number of lookups, reads and writes that have not ended."""
-        return len(self._under_way) + sum(client.probing for client in self.clients)
+        pending = len(self._under_way)
+        for client in self.clients:
+            pending += client.probing
+        return pending
 
     @property
     def hangs(self) -> bool:

@@ -34,7 +34,7 @@ class Trouble(NamedTuple):
     told: str
     refused: Mapping[Call, StoreError] = {}
     seconds: float = INSTANT_S
-    """Duration of each operation."""
+    """Seconds of each operation, as they are reported."""
     loses_all: bool = False
     """Whether it is empty afterwards."""
 

@@ -25,7 +25,7 @@ class SteppedExecutor(TierExecutor):
         self.stalled_steps = 0
         """Calls of `advance` that will run no job: the tier is stalled."""
         self.seconds = INSTANT_S
-        """Duration of each operation from now on, as it is reported."""
+        """Seconds of each operation from now on, as they are reported."""
         self.reads = 0
         """Reads submitted so far."""
         self._clock = clock
