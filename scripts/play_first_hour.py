@@ -198,7 +198,7 @@ def main() -> None:
     shutil.copytree(ensure_model(folder, TINY_SHAPE, TOKENIZER_TEXT), folder / "model")
     body = {"model": "./model", "prompt": TOKENIZER_TEXT[:4200], "max_tokens": 1}
     (folder / "prompt.json").write_text(json.dumps(body))
-    another = {**body, "prompt": TOKENIZER_TEXT[4200::-1], "max_tokens": 8}
+    another = {**body, "prompt": f"Another question. {TOKENIZER_TEXT}"[:4000], "max_tokens": 8}
     (folder / "another.json").write_text(json.dumps(another))
     user = Player(folder)
     try:

@@ -40,7 +40,7 @@ PAGE_SECONDS: Final = 10.0
 
 CHANGES: Final = {
     MissReason.NOT_STORED: "nothing",
-    MissReason.TOO_SHORT: "nothing, or lower `min_match_blocks`: what is held of most prompts is too short",
+    MissReason.TOO_SHORT: "nothing, or lower `min_match_blocks`: most prompts, or what is held of them, are too short",
     MissReason.UNKNOWN_IDENTITY: "see docs/request-identity.md: what most requests bring has no name by content",
     MissReason.DISABLED: "read the engine's log, which says why the cache is off",
     MissReason.MUST_COMPUTE: "nothing",
