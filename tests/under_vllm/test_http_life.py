@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -422,3 +423,80 @@ def test_what_happens_in_operation_costs_hits_and_no_answer(house: House, start:
     assert counts["leases_held"] == counts["hook_errors"] == 0
     ours = [line for line in server.log.read_text().splitlines() if "kvpact" in line]
     assert len(ours) <= MOST_LINES, "\n".join(ours)
+
+
+WITHIN_30_S = 30.0
+"""Seconds within which a tier whose place was taken away is used again."""
+
+KILLED_IN_A_PUT = """
+import sys
+from poor_file_system import kill_at
+kill_at(["linkat"])
+sys.argv[1:] = sys.argv[2:]
+from kvpact.cli.app import main
+main()
+"""
+"""`kvpact`, whose engine the kernel kills when a written object is about to get its name."""
+
+
+@pytest.mark.proof
+def test_h122_folders_that_are_removed_under_kvpact_serve_are_used_again_within_30_s(
+    house: House, start: Callable[..., Server]
+) -> None:
+    """By a cron job that is wrong. Every answer is right; log and metrics say what happened."""
+    places = {kind: house.directory / kind for kind in ("disk", "directory", "object")}
+    tiers = f"disk://{places['disk']}?capacity=1GiB dir://{places['directory']}?capacity=1GiB file://{places['object']}"
+    command = ["kvpact", "serve", MODEL, *house.vllm_arguments]
+    server = start(command, KVPACT_TIERS=tiers, KVPACT_MEMORY="64MiB")
+
+    def written(labels: Iterable[str], blocks: int) -> None:
+        server.wait_for(
+            lambda metrics: all(metrics[f"vllm:kvpact_written_blocks_total{{{label}}}"] >= blocks for label in labels)
+        )
+
+    expected = [server.ask(tokens) for tokens in PROMPTS]
+    written(places, BLOCKS * len(PROMPTS))
+    for place in places.values():
+        shutil.rmtree(place.rename(place.with_name("removed")))
+    began = time.monotonic()
+    written(places, 2 * BLOCKS * len(PROMPTS))  # memory has them, and offers them again
+    assert time.monotonic() - began < WITHIN_30_S
+    log = server.log.read_text()
+    assert log.count("is opened anew, without what it held") == len(places)
+    assert log.count("is used from now on") == len(places)
+    assert all(server.ask(tokens).same_as(answer) for tokens, answer in zip(PROMPTS, expected, strict=True))
+    server.process.kill()
+    server.process.wait(60)
+    again = start(command, KVPACT_TIERS=f"disk://{places['disk']}?capacity=1GiB", KVPACT_MEMORY="64MiB")
+    second_life(again, expected)
+
+
+@pytest.mark.proof
+def test_h123_what_a_server_killed_in_a_put_leaves_is_shown_and_removed_by_the_next_after_an_hour(
+    house: House, start: Callable[..., Server]
+) -> None:
+    place = house.directory / "objects"
+    tiers = f"file://{place}"
+    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    serve = ["serve", MODEL, *house.vllm_arguments]
+    killed = start([sys.executable, "-c", KILLED_IN_A_PUT, "kvpact", *serve], KVPACT_TIERS=tiers, PYTHONPATH=paths)
+    with suppress(openai.OpenAIError):
+        killed.ask(PROMPTS[0])
+    deadline = time.monotonic() + 60.0
+    while not (left := [*(place / "kvpact").rglob("*#1")]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed.process.kill()
+    killed.process.wait(60)
+    shown = subprocess.run(
+        ["kvpact", "inspect", tiers], capture_output=True, text=True, check=True, env=os.environ | house.environment
+    )
+    assert "in files that are being written, or that killed engines left" in shown.stdout
+    hour = house.directory / "hour"
+    hour.mkdir()
+    (hour / "sitecustomize.py").write_text("import kvpact.tiers.use_clock as clock\nclock.ABANDONED_SECONDS = 1.0\n")
+    again = start(["kvpact", *serve], KVPACT_TIERS=tiers, PYTHONPATH=os.pathsep.join([str(hour), paths]))
+    assert not any(path.exists() for path in left)
+    again.ask(PROMPTS[0])
+    again.wait_for(lambda metrics: metrics["vllm:kvpact_written_blocks_total{object}"] >= BLOCKS)
+    assert again.stop() == 0
