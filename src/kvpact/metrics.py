@@ -74,6 +74,13 @@ class MissReason(StrEnum):
     OVERDUE = "overdue"
 
 
+class UnmadeCheck(StrEnum):
+    """Why a copy that was to be checked was not: such a check says neither right nor wrong (H117)."""
+
+    GIVEN_UP = "given_up"
+    FAILED = "failed"
+
+
 MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.NOT_STORED: "the prompt's first block is not held",
     MissReason.TOO_SHORT: "the prompts have no whole block before their last token, or fewer than `min_match_blocks`",
@@ -166,6 +173,12 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("tier_failures", "counter", "operations", "Operations that the tier failed, or did not end in time."),
     Metric("resets", "counter", "resets", "Resets, after which nothing stored before is served."),
     Metric("refuted_copies", "counter", "engines", "Engines that found a copy of a device wrong, and copy no more."),
+    Metric(
+        "unproven_copies", "gauge", "engines", "Engines that still check all copies of a device: tiers get nothing."
+    ),
+    Metric(
+        "unmade_checks", "counter", "checks", "Checks of copies that were not made, by reason.", "reason", UnmadeCheck
+    ),
     Metric("hook_errors", "counter", "errors", "Errors caught in an engine's hook, each of which cost at most a hit."),
     Metric("refused_counts", "counter", "errors", "Errors of counting: a counter would have gone back."),
     Metric("unnamed_weights", "gauge", "engines", "Engines after a reset, until a word for the weights: none shares."),

@@ -12,6 +12,8 @@ import pytest
 
 from kvpact.cache.status import status_of
 from kvpact.cache.status_socket import StatusSocket, answers
+from kvpact.memory.arena import Standing
+from kvpact.metrics import UnmadeCheck
 from kvpact_command import kvpact, own_sockets, refusal
 from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
 
@@ -155,6 +157,32 @@ def test_engines_of_this_user_are_found_by_their_sockets(engine: Scene) -> None:
     assert [lease["request_id"] for lease in told["leases"]] == ["cmpl-b"]
     assert [tier["trouble"] for tier in told["tiers"]] == [""]
     assert told["metrics"]["used_tokens"] == 16
+
+
+def test_h117_while_copies_are_checked_status_says_that_tiers_get_nothing_and_why(
+    engine: Scene, serve: Callable[[str], str]
+) -> None:
+    assert "copies " not in kvpact("status").stdout
+    (segment,) = engine.segments
+    segment.standing = Standing.OPEN
+    told = "copies          each is still checked, so tiers get nothing"
+    assert f"{told}\n" in kvpact("status").stdout
+    for reason in (UnmadeCheck.GIVEN_UP, UnmadeCheck.GIVEN_UP, UnmadeCheck.FAILED):
+        segment.count_unmade(reason)
+    why = "2 checks not made, because resets had given the saves up; 1 checks failed (the engine's log says why)"
+    assert f"so tiers get nothing; {why}" in " ".join(kvpact("status").stdout.split())
+    counts = engine.cache.observe()
+    page = "".join(
+        f'vllm:kvpact_{name}{{engine="0",{label}}} {counts[key]}\n'
+        for name, label, key in (
+            ("unproven_copies", 'model_name="m"', "unproven_copies"),
+            ("unmade_checks_total", 'reason="given_up"', 'unmade_checks{reason="given_up"}'),
+            ("unmade_checks_total", 'reason="failed"', 'unmade_checks{reason="failed"}'),
+        )
+    )
+    assert why in " ".join(kvpact("status", serve(typed(PAGE + page))).stdout.split())
+    segment.standing = Standing.PROVEN
+    assert "copies " not in kvpact("status").stdout, "it is over"
 
 
 def test_the_last_requests_are_listed(engine: Scene) -> None:

@@ -86,6 +86,8 @@ class MountedCache:
             metrics.tell("tier_info", label, str(url))
         metrics.tell("info", __version__, str(groups.block_size), str(arena.num_ranks))
         self._arena = arena
+        self.last_save = 0
+        """The last save that the workers were told of, by its job id."""
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
         self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
         tiers = self._late_tiers.open() if self._late_tiers is not None else None
@@ -140,6 +142,12 @@ class MountedCache:
             logger.info("kvpact: from now on %d tier(s), namespace %s", len(tiers.queues), tiers.namespace.name)
         if self.own is not None:
             self.own.use_awaited_tiers()
+
+    def give_up_saves(self) -> None:
+        """See `ExternalCache`. Nor do ranks judge copies by blocks that another author's cache has released (H116)."""
+        if self.own is None:
+            self._arena.judge_from(self.last_save + 1)
+        self.cache.give_up_saves()
 
     @property
     def copies_are_proven(self) -> bool:

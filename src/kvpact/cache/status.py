@@ -16,6 +16,7 @@ from kvpact import __version__
 from kvpact.cache.cache import PactCache
 from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
+from kvpact.memory.arena import Standing
 from kvpact.metrics import MEMORY, Metrics, Snapshot, series, tiers_in
 
 VERSION: Final = 1
@@ -98,6 +99,9 @@ def status_of(cache: PactCache | None, metrics: Metrics, model: str, block_size:
     found.metrics |= {series(name, label): total for name, total, label in cache.ledger.totals.counts()}
     found.metrics[series("held_blocks", MEMORY)] = cache.index.held_count
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
+    arena = cache.tiers.arena
+    found.metrics["unproven_copies"] = int(arena.standing is Standing.OPEN)
+    found.metrics |= {series("unmade_checks", reason): checks for reason, checks in arena.unmade_checks.items()}
     known = {client.name: client.trouble for client in list(cache.tiers.clients)}
     found.tiers = [TierState(*tier) for tier in {**troubles_in(found.metrics), **known}.items()]
     now = found.time = cache.tiers.clock()

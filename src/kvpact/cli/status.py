@@ -19,7 +19,7 @@ from kvpact.cache.status import EngineStatus, TierState, troubles_in
 from kvpact.cache.status_socket import answers, places
 from kvpact.cli.screen import age, console, print_json, table
 from kvpact.errors import DataError, KvpactError, reason_of
-from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, MissReason, explain_misses, series
+from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, MissReason, UnmadeCheck, explain_misses, series
 
 WIDTH: Final = 80
 LABEL: Final = 16
@@ -40,6 +40,13 @@ CHANGES: Final = {
     MissReason.CROWDED: "give the engine more memory for KV, or fewer requests at once",
 }
 """What to do about the most frequent miss, where anything can be done without reading the engine's log."""
+
+
+UNMADE = {
+    UnmadeCheck.GIVEN_UP: "{:,} checks not made, because resets had given the saves up",
+    UnmadeCheck.FAILED: "{:,} checks failed (the engine's log says why)",
+}
+"""What is said of checks that prove nothing, by reason."""
 
 
 def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
@@ -147,6 +154,10 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
         for name, word in (("tier_failures", "failures"), ("dropped_writes", "writes dropped")):
             text += f", {count:,} {word}" if (count := _of(engine, name, source)) else ""
         yield f" by {source}", text + (", DOWN" if troubles.get(source) else "")
+    if _of(engine, "unproven_copies"):
+        counts = {reason: int(engine.metrics.get(series("unmade_checks", reason), 0)) for reason in UNMADE}
+        unmade = "; ".join(UNMADE[reason].format(count) for reason, count in counts.items() if count)
+        yield "copies", f"each is still checked, so tiers get nothing{'; ' + unmade if unmade else ''}"
     yield "prefill spared", f"{_of(engine, 'spared_prefill_seconds'):,} s"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})
     yield "to change", _advice(engine)

@@ -299,6 +299,8 @@ class SchedulerSide:
             self.loads.end_step()
             return NOTHING_TO_DO[computes]
         self.loads.begin_jobs(work.loads)
+        if work.saves:
+            mounted.last_save = work.saves[-1].job_id
         changes = (self.loads.ordered_at or mounted.weights.changes) if work.loads or work.saves else ()
         store = mounted.store if work.lookups else None
         spoilt = {}
@@ -470,7 +472,7 @@ class SchedulerSide:
     def give_up_saves(self) -> float:
         """See `PactConnector.prepare_reset`."""
         if self.mounted is not None:
-            self.mounted.cache.give_up_saves()
+            self.mounted.give_up_saves()
         return self._config.load_deadline
 
     def shutdown(self) -> None:
