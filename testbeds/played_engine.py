@@ -7,9 +7,10 @@ step, a state is kept at the end of a step. Takes the CPU time of each call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 from kvpact.cache.cache import EngineKV, PactCache
@@ -20,6 +21,7 @@ from kvpact.identity.keys import KEY_BYTES, Namespace, RequestIdentity
 from kvpact.index.classed_slots import ClassedSlots
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 from kvpact.memory.arena import Arena, Standing
+from kvpact.metrics import UnmadeCheck
 from kvpact.ranges import RangeSet
 
 T = TypeVar("T")
@@ -33,6 +35,7 @@ class Slots:
 
     num_ranks = 1
     standing = Standing.PROVEN
+    unmade_checks: Mapping[UnmadeCheck, int] = MappingProxyType({})
 
     def __init__(self, places: Sequence[int], num_slots: int) -> None:
         self.places, self.num_slots, self.usable_slots = tuple(places), num_slots, num_slots

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact.contract import LoadJob
 from kvpact.identity.keys import BlockKey
 from kvpact.index.classed_slots import ClassedSlots
-from kvpact.memory.arena import ArenaSegment, Standing
+from kvpact.memory.arena import Standing
 from kvpact.metrics import Metrics
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.disk.inspection import scan_directory
@@ -27,45 +27,11 @@ from kvpact_testkit.vllm.harness import Harness, prompt
 from kvpact_testkit.vllm.model_groups import GEMMA
 from kvpact_testkit.vllm.scenarios import Scenario
 from model_shapes import LAYOUTS, MODELS, Model, entries_per_block
+from rank_devices import Devices
 
 PACT = "kvpact.vllm:PactConnector"
 SYNCHRONOUS = {"memory": "128MiB", "model_id": "testkit"}
 ASYNCHRONOUS = {**SYNCHRONOUS, "sync_load_budget": 0}
-
-
-class Devices:
-    """A device for each rank, opened where the connector would open a real one."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, seed: int = 1, kind: type[PlayedDevice] = PlayedDevice, first: int = 0
-    ) -> None:
-        """`first`: see `PlayedDevice.checks_first`."""
-        self._seed, self._kind, self._first = seed, kind, first
-        self._devices: list[PlayedDevice] = []
-        self.segments: list[ArenaSegment] = []
-        """Opened so far."""
-        monkeypatch.setattr("kvpact.vllm.device.open_device", self._open)
-
-    def _open(self, config: Any, paged: Any, segment: Any, rank: int, model: str) -> Any:
-        assert model, "an error names it"
-        self.segments.append(segment)
-        return self._devices[rank].open(config, paged, segment, rank)
-
-    def of_rank(self, rank: int) -> PlayedDevice:
-        """A new one; ranks are made in order, again for each engine."""
-        del self._devices[rank:]
-        self._devices.append(self._kind(self._seed + rank))
-        self._devices[rank].checks_first = self._first
-        return self._devices[rank]
-
-    @property
-    def entries(self) -> list[int]:
-        """Copies so far, rank by rank."""
-        return [device.driver.num_entries for device in self._devices]
-
-    @property
-    def violations(self) -> list[str]:
-        return [violation for device in self._devices for violation in device.driver.violations]
 
 
 def settings_of(model: Model, layout: str, ranks: int, devices: Devices, **others: object) -> dict[str, Any]:

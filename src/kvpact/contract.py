@@ -184,7 +184,10 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Copy the engine's blocks into arena slots, after the step's forward pass; numbered like a `LoadJob`."""
+    """Copy the engine's blocks into arena slots, after the step's forward pass; numbered like a `LoadJob`.
+
+    A save has a greater `job_id` than all that were ordered before it.
+    """
 
     job_id: int
     request_id: str

@@ -78,6 +78,13 @@ class MissReason(StrEnum):
     NOT_DELIVERED = "not_delivered"
 
 
+class UnmadeCheck(StrEnum):
+    """Why a copy that was to be checked was not: such a check says neither right nor wrong (H117)."""
+
+    GIVEN_UP = "given_up"
+    FAILED = "failed"
+
+
 MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.NOT_STORED: "the prompt's first block is not held",
     MissReason.TOO_SHORT: "no whole block before the prompts' last token, or fewer than `min_match_blocks`, can match",
@@ -98,7 +105,7 @@ MISS_HINTS: Mapping[MissReason, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StartVerdict:
     """What the start has found of how an engine is served; it holds until the engine ends, and the log has it once."""
 
     unserved: str = ""
@@ -197,6 +204,12 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("tier_failures", "counter", "operations", "Operations that the tier failed, or did not end in time."),
     Metric("resets", "counter", "resets", "Resets, after which nothing stored before is served."),
     Metric("refuted_copies", "counter", "engines", "Engines that found a copy of a device wrong, and copy no more."),
+    Metric(
+        "unproven_copies", "gauge", "engines", "Engines that still check all copies of a device: tiers get nothing."
+    ),
+    Metric(
+        "unmade_checks", "counter", "checks", "Checks of copies that were not made, by reason.", "reason", UnmadeCheck
+    ),
     Metric("hook_errors", "counter", "errors", "Errors caught in an engine's hook, each of which cost at most a hit."),
     Metric("refused_counts", "counter", "errors", "Errors of counting: a counter would have gone back."),
     Metric("unnamed_weights", "gauge", "engines", "Engines after a reset, until a word for the weights: none shares."),

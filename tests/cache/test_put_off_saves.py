@@ -144,6 +144,22 @@ def test_h106_saves_that_are_given_up_hold_no_block_and_store_nothing(scene: Sce
     scene.cache.check()
 
 
+def test_h116_ranks_judge_no_save_that_is_given_up_or_whose_blocks_are_computed_anew_and_all_later_ones(
+    scene: Scene,
+) -> None:
+    (segment,) = scene.segments
+    first = scene.step_computing(SceneRequest("a", tokens(LENGTH)))
+    assert all(save.job_id >= segment.judged_from for save in first.saves)
+    scene.cache.give_up_saves()
+    assert all(save.job_id < segment.judged_from for save in first.saves)
+    steps_until_rest(scene, first)
+    second = scene.step_computing(SceneRequest("b", tokens(LENGTH)))
+    assert all(save.job_id >= segment.judged_from for save in second.saves)
+    scene.cache.distrust_blocks(second.saves[0].block_ids[:1], {"b": scene.tables["b"]})
+    assert all(save.job_id < segment.judged_from for save in second.saves)
+    assert all(save.job_id >= segment.judged_from for save in steps_until_rest(scene, second)[len(second.saves) :])
+
+
 def test_h48_of_blocks_that_hold_garbage_and_those_after_them_nothing_is_saved(scene: Scene) -> None:
     request = SceneRequest("a", tokens(LENGTH))
     work = scene.step_computing(request)

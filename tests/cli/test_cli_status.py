@@ -13,7 +13,8 @@ import pytest
 from kvpact.cache.status import status_of
 from kvpact.cache.status_socket import StatusSocket, answers
 from kvpact.cli.status import CHANGES
-from kvpact.metrics import MissReason
+from kvpact.memory.arena import Standing
+from kvpact.metrics import MissReason, UnmadeCheck
 from kvpact_command import kvpact, own_sockets, refusal
 from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
 
@@ -245,6 +246,32 @@ def test_h126_what_was_never_looked_up_is_not_told_as_looked_up(
 
 def test_h126_there_is_advice_for_each_reason_of_a_miss() -> None:
     assert {*CHANGES} == {*MissReason}
+
+
+def test_h117_while_copies_are_checked_status_says_that_tiers_get_nothing_and_why(
+    engine: Scene, serve: Callable[[str], str]
+) -> None:
+    assert "copies " not in kvpact("status").stdout
+    (segment,) = engine.segments
+    segment.standing = Standing.OPEN
+    told = "copies          each is still checked, so tiers get nothing"
+    assert f"{told}\n" in kvpact("status").stdout
+    for reason in (UnmadeCheck.GIVEN_UP, UnmadeCheck.GIVEN_UP, UnmadeCheck.FAILED):
+        segment.count_unmade(reason)
+    why = "2 checks not made, because resets had given the saves up; 1 checks failed (the engine's log says why)"
+    assert f"so tiers get nothing; {why}" in " ".join(kvpact("status").stdout.split())
+    counts = engine.cache.observe()
+    page = "".join(
+        f'vllm:kvpact_{name}{{engine="0",{label}}} {counts[key]}\n'
+        for name, label, key in (
+            ("unproven_copies", 'model_name="m"', "unproven_copies"),
+            ("unmade_checks_total", 'reason="given_up"', 'unmade_checks{reason="given_up"}'),
+            ("unmade_checks_total", 'reason="failed"', 'unmade_checks{reason="failed"}'),
+        )
+    )
+    assert why in " ".join(kvpact("status", serve(typed(PAGE + page))).stdout.split())
+    segment.standing = Standing.PROVEN
+    assert "copies " not in kvpact("status").stdout, "it is over"
 
 
 def test_the_last_requests_are_listed(engine: Scene) -> None:

@@ -367,6 +367,7 @@ class PactCache(ExternalCache):
 
     def give_up_saves(self) -> None:
         """See `ExternalCache`. Slots stay taken until every rank has reported."""
+        self._arena.judge_from(self._jobs.ordered + 1)
         self.saves.give_up()
 
     @property
@@ -375,7 +376,8 @@ class PactCache(ExternalCache):
         return self._jobs.is_stuck
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """See `ExternalCache`."""
+        """See `ExternalCache`. The engine computes them anew where they are, while they are saved."""
+        self._arena.judge_from(self._jobs.ordered + 1)
         self._steps.distrust_blocks(frozenset(block_ids))
         self._loads.distrust_blocks(block_ids, tables)
 
@@ -386,6 +388,9 @@ class PactCache(ExternalCache):
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
         self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
+        self.metrics.set("unproven_copies", int(self._arena.standing is Standing.OPEN))
+        for reason, checks in self._arena.unmade_checks.items():
+            self.metrics.raise_to("unmade_checks", checks, reason)
         speed, used = self._finder.prefill.tokens_per_second, self.ledger.totals.used_tokens
         self.metrics.set("prefill_speed", speed)
         if speed:

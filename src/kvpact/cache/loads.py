@@ -23,6 +23,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import NO_TAG, first_among
 from kvpact.index.block_index import BlockIndex, Pin
+from kvpact.memory.arena import Standing
 from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.tiers.log_once import LogOnce
@@ -169,7 +170,7 @@ class Loads:
             pass  # the outcome says nothing about what is stored
         elif failed is not None and (late := load.given_up and not outcome.done.ranges):
             self.tiers.metrics.add("overdue_loads")
-        elif failed is not None:
+        elif failed is not None and self.tiers.arena.standing is not Standing.OPEN:  # else the check may have failed
             self._load_failed(load)
         self._drop_if_gone(job.request_id)
         return LoadSettlement(job.request_id, outcome.done, outcome.failed, not job.synchronous, late)

@@ -30,7 +30,7 @@ from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
-from kvpact.metrics import MEMORY, Metrics, Snapshot, Verdict, explain_misses
+from kvpact.metrics import MEMORY, Metrics, Snapshot, StartVerdict, explain_misses
 from kvpact.ranges import BlockRange
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
@@ -85,6 +85,8 @@ class MountedCache:
             metrics.tell("tier_info", label, str(url))
         metrics.tell("info", __version__, str(groups.block_size), str(arena.num_ranks))
         self._arena = arena
+        self.last_save = 0
+        """The last save that the workers were told of, by its job id."""
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
         self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
         tiers = self._late_tiers.open() if self._late_tiers is not None else None
@@ -143,6 +145,12 @@ class MountedCache:
         if self.own is not None:
             self.own.use_awaited_tiers()
 
+    def give_up_saves(self) -> None:
+        """See `ExternalCache`. Nor do ranks judge copies by blocks that another author's cache has released (H116)."""
+        if self.own is None:
+            self._arena.judge_from(self.last_save + 1)
+        self.cache.give_up_saves()
+
     @property
     def copies_are_proven(self) -> bool:
         """Whether a step may wait for a load: until then each load is checked while its request waits."""
@@ -183,7 +191,7 @@ class MountedCache:
         """All counts as they are now."""
         return self.own.observe() if self.own is not None else self._metrics.snapshot()
 
-    def listen(self, model: str, verdict: Verdict) -> None:
+    def listen(self, model: str, verdict: StartVerdict) -> None:
         """From now on, until the end, people of this user may ask how the engine with this model does."""
         self._status_socket = StatusSocket(
             lambda: status_of(self.own, self._metrics, model, self._block_size, verdict).encoded()
@@ -225,7 +233,7 @@ class MountedCache:
             self._stats_file.close(snapshot)
 
 
-def answer_without_cache(metrics: Metrics, model: str, block_size: int, verdict: Verdict) -> StatusSocket:
+def answer_without_cache(metrics: Metrics, model: str, block_size: int, verdict: StartVerdict) -> StatusSocket:
     """Have an engine that has no cache answer the people of this user why."""
     return StatusSocket(lambda: status_of(None, metrics, model, block_size, verdict).encoded())
 

@@ -16,7 +16,8 @@ from kvpact import __version__
 from kvpact.cache.cache import PactCache
 from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
-from kvpact.metrics import MEMORY, Metrics, Snapshot, Verdict, series, tiers_in
+from kvpact.memory.arena import Standing
+from kvpact.metrics import MEMORY, Metrics, Snapshot, StartVerdict, series, tiers_in
 
 VERSION: Final = 1
 """The document's; it grows when a field gets another meaning or goes."""
@@ -55,7 +56,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     model: str
     block_size: int
     metrics: Snapshot
-    verdict: Verdict = Verdict()
+    verdict: StartVerdict = StartVerdict()
     time: float = 0.0
     """Now, on the clock of `records`."""
     tiers: list[TierState] = []
@@ -96,7 +97,7 @@ def troubles_in(metrics: Mapping[str, float], down: Container[str]) -> dict[str,
 
 
 def status_of(
-    cache: PactCache | None, metrics: Metrics, model: str, block_size: int, verdict: Verdict | None = None
+    cache: PactCache | None, metrics: Metrics, model: str, block_size: int, verdict: StartVerdict | None = None
 ) -> EngineStatus:
     """The status of an engine, with what kvpact's own cache knows if it has that.
 
@@ -109,6 +110,9 @@ def status_of(
     found.metrics |= {series(name, label): total for name, total, label in cache.ledger.totals.counts()}
     found.metrics[series("held_blocks", MEMORY)] = cache.index.held_count
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
+    arena = cache.tiers.arena
+    found.metrics["unproven_copies"] = int(arena.standing is Standing.OPEN)
+    found.metrics |= {series("unmade_checks", reason): checks for reason, checks in arena.unmade_checks.items()}
     clients = list(cache.tiers.clients)
     found.metrics |= {series("tier_up", each.name): int(not each.is_open) for each in clients if each.is_known}
     down = [tier for tier in tiers_in(found.metrics, "tier_up") if not found.metrics[series("tier_up", tier)]]

@@ -20,7 +20,17 @@ from kvpact.cache.status import EngineStatus, TierState, troubles_in
 from kvpact.cache.status_socket import NO_PLACE, answers, places
 from kvpact.cli.screen import age, console, print_json, table
 from kvpact.errors import DataError, KvpactError, printable, reason_of
-from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, MissReason, explain_misses, lost_blocks, series
+from kvpact.metrics import (
+    MEMORY,
+    MISS_HINTS,
+    PREFIX,
+    Metrics,
+    MissReason,
+    UnmadeCheck,
+    explain_misses,
+    lost_blocks,
+    series,
+)
 
 WIDTH: Final = 80
 LABEL: Final = 16
@@ -56,6 +66,13 @@ CHANGES: Final = {
     MissReason.NOT_DELIVERED: "read the engine's log: a tier does not deliver what it holds",
 }
 """What to do about the most frequent miss."""
+
+
+UNMADE = {
+    UnmadeCheck.GIVEN_UP: "{:,} checks not made, because resets had given the saves up",
+    UnmadeCheck.FAILED: "{:,} checks failed (the engine's log says why)",
+}
+"""What is said of checks that prove nothing, by reason."""
 
 
 def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
@@ -180,6 +197,10 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
         if source in tiers and series("tier_up", source) not in engine.metrics:
             text += ", not asked yet"
         yield f" by {source}", text + (", DOWN" if tier.trouble else "")
+    if _of(engine, "unproven_copies"):
+        counts = {reason: int(engine.metrics.get(series("unmade_checks", reason), 0)) for reason in UNMADE}
+        unmade = "; ".join(UNMADE[reason].format(count) for reason, count in counts.items() if count)
+        yield "copies", f"each is still checked, so tiers get nothing{'; ' + unmade if unmade else ''}"
     seconds = engine.metrics.get("spared_prefill_seconds", 0)
     is_known = seconds or engine.metrics.get("prefill_speed") or not engine.prompts.used_tokens
     yield "prefill spared", f"{seconds:,.1f} s" if is_known else "unknown until a prompt was computed"

@@ -14,8 +14,10 @@ from zlib import crc32
 HEAD_BYTES = 64
 """A cache line."""
 
-SAID, CHANGES, WAKES, WORDS, WORD_CHANGES, WORD_LENGTH, WORD_CHECK = range(7)
+SAID, CHANGES, WAKES, WORDS, WORD_CHANGES, WORD_LENGTH, WORD_CHECK, JUDGED_FROM = range(8)
 """Places of the numbers in the head, 8 bytes each, in the machine's byte order.
+
+The last one is the scheduler's word to the rank: see `kvpact.memory.arena.ArenaSegment.judged_from`.
 
 `SAID` is the sum of the next three and is written last; if another processor sees it earlier, the sum is wrong until
 the rest arrives.

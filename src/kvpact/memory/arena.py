@@ -12,12 +12,13 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpact.errors import ConfigError, KvpactError, PactViolation
+from kvpact.identity.notices import JUDGED_FROM
 from kvpact.index.classed_slots import ClassedSlots
 from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots, SlotSpace
 from kvpact.memory import numa
@@ -26,6 +27,7 @@ from kvpact.memory.layout import PAGE_BYTES
 from kvpact.memory.limits import require_available
 from kvpact.memory.mapping import boot_id, map_aligned, pid_namespace
 from kvpact.memory.prefault import HUGE_BYTES, PageTaker
+from kvpact.metrics import UnmadeCheck
 from kvpact.units import format_size
 
 if TYPE_CHECKING:
@@ -40,9 +42,11 @@ MEMFD = "kvpact-arena"
 NOTICE_BYTES = PAGE_BYTES
 """The end of each segment, after all slots: what a rank reports of its weights (`kvpact.identity.notices`)."""
 
+USABLE, STANDING, UNMADE = range(3)
+"""Places of the numbers at the end of that page, 4 bytes each: usable slots, plus 1, or 0 if all are and always were;
+what is known of the rank's copies (`Standing`); how many checks of them were not made, by reason."""
+
 USABLE_BYTES = 16
-"""The end of that page: the number of slots that are usable now, plus 1, or 0 if all are and always were; and what is
-known of the rank's copies (`Standing`)."""
 
 
 class Standing(IntEnum):
@@ -58,6 +62,8 @@ class Standing(IntEnum):
 
 STANDINGS: Final = tuple(Standing)
 """By number: a call of the class costs a microsecond, in each step."""
+
+REASONS: Final = tuple(UnmadeCheck)
 
 Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]")
 
@@ -172,7 +178,7 @@ class ArenaSegment:
         """All slots, one behind the other, writable."""
         self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES : size + HUGE_BYTES - USABLE_BYTES]
         """The file's last page, which no slot reaches, but its last bytes; zeros at first."""
-        self._usable = memoryview(self._mapping)[size + HUGE_BYTES - USABLE_BYTES :].cast("Q")
+        self._usable = memoryview(self._mapping)[size + HUGE_BYTES - USABLE_BYTES :].cast("I")
         self.mapped_at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         """The address of the first slot in this process."""
         self.pages = PageTaker(descriptor, self.mapped_at, ends)
@@ -256,20 +262,29 @@ class ArenaSegment:
     @property
     def usable_slots(self) -> int:
         """How many of `num_slots`, from number 0 on, this rank can copy now; a device may pin them one by one."""
-        return self._usable[0] - 1 if self._usable[0] else self.num_slots
+        return self._usable[USABLE] - 1 if self._usable[USABLE] else self.num_slots
 
     @usable_slots.setter
     def usable_slots(self, count: int) -> None:
-        self._usable[0] = count + 1
+        self._usable[USABLE] = count + 1
 
     @property
     def standing(self) -> Standing:
         """What is known of this rank's copies."""
-        return STANDINGS[self._usable[1]]
+        return STANDINGS[self._usable[STANDING]]
 
     @standing.setter
     def standing(self, standing: Standing) -> None:
-        self._usable[1] = standing
+        self._usable[STANDING] = standing
+
+    @property
+    def judged_from(self) -> int:
+        """The engine may write to the blocks of saves with lower numbers: what lies there says nothing of a copy."""
+        return self.notice.cast("Q")[JUDGED_FROM]
+
+    def count_unmade(self, reason: UnmadeCheck) -> None:
+        """A check of this rank was not made."""
+        self._usable[UNMADE + REASONS.index(reason)] += 1
 
     @property
     def rank_slot_bytes(self) -> int:
@@ -341,7 +356,9 @@ class ArenaSegment:
         with contextlib.suppress(BufferError):
             self.memory.release()
             self.notice.release()
-            self._usable.release()
+            known = self._usable
+            self._usable = memoryview(bytes(known)).cast("I")  # what was known at the end can still be asked
+            known.release()
             self._mapping.close()
         os.close(self.descriptor)
 
@@ -395,8 +412,19 @@ class Arena:
         """The worst of all ranks'."""
         worst = 0
         for segment in self._all:
-            worst = max(worst, segment._usable[1])
+            worst = max(worst, segment._usable[STANDING])
         return STANDINGS[worst]
+
+    def judge_from(self, job_id: int) -> None:
+        """Tell all ranks that saves before this job are given up (H116). They see it at once, before any later step."""
+        for segment in self._all:
+            segment.notice.cast("Q")[JUDGED_FROM] = job_id
+
+    @property
+    def unmade_checks(self) -> Mapping[UnmadeCheck, int]:
+        """Checks of all ranks that were not made."""
+        counts = zip(*(segment._usable[UNMADE:] for segment in self._all), strict=True)
+        return dict(zip(REASONS, map(sum, counts), strict=True))
 
     def slot_space(self, rows_without_payload: int) -> SlotSpace:
         """The rows of this memory for an index, all free and the usable ones handed out, and `rows_without_payload`

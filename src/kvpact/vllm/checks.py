@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvpact.config import KvpactConfig, check_cache, find_factory, load_config
 from kvpact.errors import ConfigError
 from kvpact.memory.limits import require_possible
-from kvpact.metrics import Verdict
+from kvpact.metrics import StartVerdict
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.compat.configuration import allows_cascade_attention, may_sleep, speculates
@@ -184,7 +184,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
     return engine_groups(vllm_config, kv_cache_config)
 
 
-def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistics: bool) -> Verdict:
+def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistics: bool) -> StartVerdict:
     """The verdict on an engine that is served; the log gets each note, but for the `missing` classes, which it has.
 
     `missing` is what `check_classes` returned.
@@ -204,7 +204,7 @@ def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistic
         logger.warning("kvpact: %s", note)
     if missing:
         notes.append(f"without kvpact's {' and '.join(missing)}: the log says what falls, and what to add")
-    return Verdict(notes=tuple(notes))
+    return StartVerdict(notes=tuple(notes))
 
 
 def _refuse_settings_of_engine(vllm_config: Any) -> None:

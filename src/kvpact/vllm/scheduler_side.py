@@ -21,7 +21,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, SupportsStepLookup, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.groups import one_group
-from kvpact.metrics import MEMORY, Metrics, Verdict
+from kvpact.metrics import MEMORY, Metrics, StartVerdict
 from kvpact.tiers.registry import load_seal
 from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
@@ -98,7 +98,7 @@ class SchedulerSide:
         """What answers in the place of a cache, where there will be none."""
         if groups.unserved:
             logger.warning("kvpact: this engine runs without a cache: %s", groups.unserved)
-            verdict = Verdict(groups.unserved)
+            verdict = StartVerdict(groups.unserved)
             self._without_cache = answer_without_cache(metrics, self._model, self._block_size, verdict)
         self.speaks_the_pact = False
         """Whether the engine's scheduler says what becomes of each match, and begins requests again whose steps relied
@@ -316,6 +316,8 @@ class SchedulerSide:
             self.loads.end_step()
             return NOTHING_TO_DO[computes]
         self.loads.begin_jobs(work.loads)
+        if work.saves:
+            mounted.last_save = work.saves[-1].job_id
         changes = (self.loads.ordered_at or mounted.weights.changes) if work.loads or work.saves else ()
         store = mounted.store if work.lookups else None
         spoilt = {}
@@ -487,7 +489,7 @@ class SchedulerSide:
     def give_up_saves(self) -> float:
         """See `PactConnector.prepare_reset`."""
         if self.mounted is not None:
-            self.mounted.cache.give_up_saves()
+            self.mounted.give_up_saves()
         return self._config.load_deadline
 
     def shutdown(self) -> None:

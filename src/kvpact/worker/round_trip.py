@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -42,27 +42,33 @@ PIECE_BYTES: Final = 4 << 20
 """Bytes of blocks that are read at a time to be compared."""
 
 
-def differing(
+def differences(
     paged: PagedKV,
     segment: ArenaSegment,
     group_id: int,
     block_ids: Sequence[int],
     slots: Sequence[int],
     run: Callable[[Callable[[], Bytes]], Bytes] = lambda read: read(),
-) -> set[int]:
-    """Which of these blocks of a KV cache group are not what their slots are.
+) -> Iterator[set[int]]:
+    """Yield, piece by piece, the blocks of a KV cache group that are not what their slots are.
 
     They are read by indexing the engine's own tensors, so that a wrong address cannot prove itself. `run` calls what
     reads.
     """
     size = sum(paged.layouts[group_id].layer_page_bytes)
-    count, found = max(1, PIECE_BYTES // max(1, size)), set[int]()
+    count = max(1, PIECE_BYTES // max(1, size))
     for start in range(0, len(slots), count):
         some = block_ids[start : start + count]
         rows = [np.frombuffer(segment.slot_view(slot), np.uint8)[:size] for slot in slots[start : start + count]]
         pages = run(partial(paged.read, group_id, some))
-        found.update(block for block, page, row in zip(some, pages, rows, strict=True) if (page != row).any())
-    return found
+        yield {block for block, page, row in zip(some, pages, rows, strict=True) if (page != row).any()}
+
+
+def differing(
+    paged: PagedKV, segment: ArenaSegment, group_id: int, block_ids: Sequence[int], slots: Sequence[int]
+) -> set[int]:
+    """All `differences`."""
+    return set().union(*differences(paged, segment, group_id, block_ids, slots))
 
 
 def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, usable_slots: int) -> None:
@@ -175,4 +181,4 @@ class _Trial:
                 raise ConfigError(f"copies {way} the KV memory failed: {transfer.error}") from transfer.error
 
 
-__all__ = ["differing", "require_round_trip"]
+__all__ = ["differences", "differing", "require_round_trip"]

@@ -12,14 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from device_beds import BLOCKS, HYBRIDS, LAYOUTS, SIZED, SLOTS, Bed, memory_of, segment_for
 from kvpact.contract import LoadJob, SaveJob
-from kvpact.memory.arena import Standing
+from kvpact.memory.arena import Arena, Standing
+from kvpact.metrics import UnmadeCheck
+from kvpact.worker import round_trip
 from kvpact.worker.copy.base import Job, group_classes
 from kvpact.worker.device import proof as proof_module
 from kvpact.worker.device.engine import DeviceTransferEngine
-from kvpact.worker.device.proof import FIRST, ONE_IN, Proof
+from kvpact.worker.device.proof import FIRST, ONE_IN, Proof, Verdict
 
 torch = pytest.importorskip("torch")
 
@@ -92,6 +96,11 @@ class Engine:
             view[:] = np.random.default_rng(seed).integers(0, 256, view.shape, np.uint8)
         self.jobs = self.wrong = 0
         """Reported as done, and not right though."""
+        self.arena = Arena([self.segment])
+        self.failed = 0
+        """Reported as failed."""
+        self.before_check: Callable[[int], object] = str
+        """Called with each job's number when its copies are done, before it is asked whether it has ended."""
 
     def standing(self) -> Standing:
         return self.segment.standing
@@ -107,7 +116,7 @@ class Engine:
         blocks, slots = (tuple(self._random.sample(some, 2)) for some in (range(BLOCKS), self._slots(group_id)))
         job: Job
         if kind == "save":
-            job = SaveJob(1, "r", 0, slots, blocks, group_id)
+            job = SaveJob(self.jobs + 1, "r", 0, slots, blocks, group_id)
         else:
             for slot in slots:
                 view = np.frombuffer(self.segment.slot_view(slot), np.uint8)
@@ -115,10 +124,12 @@ class Engine:
             job = LoadJob(1, "r", 0, slots, blocks, kind != "load", group_id)
         (transfer,) = self.engine.save([job]) if isinstance(job, SaveJob) else self.engine.load([job])
         until = time.monotonic() + 10
+        self.engine.submit_all()
+        self.before_check(self.jobs + 1)
         while not transfer.ended:
-            self.engine.submit_all()
             assert time.monotonic() < until
         self.jobs += 1
+        self.failed += bool(transfer.failed)
         size = sum(self.paged.layouts[group_id].layer_page_bytes)
         held = [bytes(self.segment.slot_view(slot)[:size]) for slot in slots]
         right = [page.tobytes() for page in self._pages(group_id, blocks)] == held
@@ -183,6 +194,173 @@ def test_a_wrong_copy_among_the_first_is_not_reported_as_done_and_ends_all(
     assert "torch.uint8 [24, 8192], 1 runs of 8192 bytes a block, block stride 49152" in said.getMessage()
     one.engine.rebind(one.paged)
     assert one.standing() is Standing.REFUTED, "for good"
+    one.close()
+
+
+class OutOfMemory(RuntimeError):
+    """What a device raises that has no room to read blocks back."""
+
+
+def refusing(device: Any, calls: Sequence[int], call: str = "run") -> None:
+    """Have the device raise in these of its next calls of this name, counted from 0."""
+    numbers, real = itertools.count(), getattr(device, call)
+
+    def refused(*arguments: Any) -> Any:
+        if next(numbers) in calls:
+            raise OutOfMemory("CUDA out of memory. Tried to allocate 4.00 MiB")
+        return real(*arguments)
+
+    setattr(device, call, refused)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "number"),
+    [*((kind, "run", 0) for kind in KINDS), ("load", "record", 2), ("save", "stream_wait", 1), ("save", "attach", 0)],
+)
+def test_h117_a_check_that_cannot_be_made_refutes_nothing_and_is_made_later(
+    kind: str, call: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Engine(Plain("", "", lambda number: False), first=3)
+    refusing(one.device, [number], call)
+    one.run(kind)
+    assert (one.standing(), one.engine.error) == (Standing.OPEN, None)
+    assert (one.failed, one.wrong) == (1, 0), "nothing that was not checked is used before the rank is proven"
+    assert one.arena.unmade_checks == {UnmadeCheck.GIVEN_UP: 0, UnmadeCheck.FAILED: 1}
+    (said,) = [record.getMessage() for record in caplog.records if record.name == proof_module.__name__]
+    assert "CUDA out of memory" in said
+    assert "until 3 of each kind are right, tiers get nothing" in said
+    for _ in range(3):
+        one.run("load")
+        one.run("save")
+    assert (one.standing(), one.failed, one.wrong) == (Standing.PROVEN, 1, 0)
+    one.close()
+
+
+def test_h117_a_thread_that_cannot_be_started_refutes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Engine(Plain("", "", lambda number: False), first=2)
+    with monkeypatch.context() as refused:
+        refused.setattr(proof_module, "start_background", lambda *_: next(iter(())))
+        one.run("load")
+    assert (one.standing(), one.engine.error, one.failed) == (Standing.OPEN, None, 1)
+    for _ in range(2):
+        one.run("load")
+        one.run("save")
+    assert one.standing() is Standing.PROVEN
+    one.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_h117_of_a_proven_rank_a_copy_that_cannot_be_checked_is_used_and_the_next_one_is_checked(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof_module, "ONE_IN", 1 << 40)
+    one = Engine(Plain(kind, "one byte", lambda number: number == 6), first=2)
+    for _ in range(2):
+        for each in KINDS:
+            one.run(each)
+    one.proof.owe(LoadJob(1, "r", 0, (), (), kind != "load") if kind != "save" else SaveJob(1, "r", 0, (), ()))
+    refusing(one.device, [0, 1])
+    one.run(kind)
+    one.run(kind)
+    assert (one.standing(), one.failed) == (Standing.PROVEN, 0)
+    assert one.arena.unmade_checks[UnmadeCheck.FAILED] == 2, "it stays owed until it is made"
+    one.run(kind)
+    one.run(kind)
+    assert (one.standing(), one.wrong) == (Standing.PROVEN, 1), "the sixth is not among those that are checked"
+    one.close()
+
+
+def test_h116_a_save_that_was_given_up_is_not_judged_and_what_was_found_before_counts() -> None:
+    """Its blocks have other content by the time of the check."""
+
+    def give_up_and_write(number: int) -> None:
+        one.arena.judge_from(number + 1)
+        for layer in one.paged.layers:
+            layer.view()[:] = 0
+
+    one = Engine(Plain("save", "one byte", lambda number: number == 6), first=3)
+    one.before_check = give_up_and_write
+    for _ in range(2):
+        one.run("save")
+    assert (one.standing(), one.engine.error, one.failed) == (Standing.OPEN, None, 2)
+    assert one.arena.unmade_checks == {UnmadeCheck.GIVEN_UP: 2, UnmadeCheck.FAILED: 0}
+    one.before_check = str
+    for _ in range(3):
+        one.run("load")
+        one.run("save")
+    assert one.standing() is Standing.PROVEN
+    monkey = one.proof.begin
+
+    def begin_and_give_up(job: Job) -> Any:
+        check = monkey(job)
+        while check.verdict is None:
+            time.sleep(0)
+        give_up_and_write(job.job_id)
+        return check
+
+    one.proof.wants = lambda job: True  # type: ignore[method-assign]
+    one.proof.begin = begin_and_give_up  # type: ignore[method-assign]
+    one.run("save")
+    assert one.standing() is Standing.REFUTED
+    one.close()
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_h116_a_save_given_up_during_its_check_is_judged_by_what_was_read_before(
+    found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first block is read, then it is given up and its second one written."""
+    monkeypatch.setattr(round_trip, "PIECE_BYTES", 1)
+    one = Engine(Plain("save", "another block" if found else "", lambda number: True), first=3)
+    reads = itertools.count()
+
+    def run(stream: int, work: Callable[[], Any]) -> Any:
+        if next(reads):
+            one.arena.judge_from(one.jobs + 2)
+            for layer in one.paged.layers:
+                layer.view()[:] = 0
+        return work()
+
+    one.device.run = run
+    one.run("save")
+    assert one.standing() is (Standing.REFUTED if found else Standing.OPEN)
+    assert one.arena.unmade_checks[UnmadeCheck.GIVEN_UP] == (not found)
+    one.close()
+
+
+@given(
+    st.lists(st.sampled_from(["ends", "given up", "cannot be checked"]), min_size=1, max_size=120),
+    st.integers(0, 1 << 30),
+)
+def test_h116_no_job_that_ends_by_itself_is_checked_later_than_without_resets(ends: list[str], seed: int) -> None:
+    """Each one that would have been checked is, and for each check that was not made another job is."""
+
+    def checked(ends: Sequence[str]) -> list[int]:
+        random.seed(seed)
+        proof = Proof(one.paged, one.segment, one.device, stores=True, first=3)
+        made: list[int] = []
+        owed = 0
+        for number, end in enumerate(ends, 1):
+            job = SaveJob(number, "r", 0, (), ())
+            if not proof.wants(job):
+                assert not owed, "the next one would have been checked instead"
+                continue
+            owed -= owed > 0
+            check = proof_module.Check(job)
+            check.end(
+                Verdict.RIGHT if end == "ends" else Verdict.CANNOT_SAY,
+                None if end != "cannot be checked" else OutOfMemory(),
+            )
+            proof.take(check)
+            owed += end != "ends" and len(made) >= 3
+            made += [number] if end == "ends" else []
+        return made
+
+    one = Engine(Plain("", "", lambda number: False))
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr(proof_module, "ONE_IN", 10)
+        by_themselves = {number for number, end in enumerate(ends, 1) if end == "ends"}
+        assert by_themselves.intersection(checked(["ends"] * len(ends))) <= set(checked(ends))
     one.close()
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvpact.config import KvpactConfig
 from kvpact.memory.arena import ArenaSegment
+from kvpact.worker.copy.base import Job
 from kvpact.worker.device.base import Addresses
 from kvpact.worker.device.engine import DeviceTransferEngine
 from kvpact.worker.device.proof import Proof
@@ -47,6 +48,15 @@ class WrittenDown(list[str]):
             log.write(f"{line}\n")
 
 
+class EachJob(Proof):
+    """Checks every job, also once the rank is proven."""
+
+    def wants(self, job: Job) -> bool:
+        """See `Proof`."""
+        super().wants(job)
+        return True
+
+
 class PlayedDevice:
     """One rank's device over a `HostileDriver`; see `kvpact.worker.device.base.Device`.
 
@@ -55,6 +65,8 @@ class PlayedDevice:
 
     name = "a played device"
     pinned = True
+    proof: type[Proof] | None = None
+    """What checks its engine's jobs; by default nothing, or a `Proof` with `checks_first`."""
 
     def __init__(self, seed: int, current_stream: Callable[[], int] | None = None) -> None:
         """`current_stream()` is that of the calling thread; by default all threads compute on one."""
@@ -67,7 +79,7 @@ class PlayedDevice:
         self.synchronize = self.driver.synchronize_all
         self._mapped: list[int] = []
         self.checks_first = 0
-        """Jobs of each kind that its engine checks before it is proven; 0: it is not asked to prove itself."""
+        """Jobs of each kind that its engine checks before it is proven; 0: it is proven from the start."""
 
     def write_mistakes_to(self, file: Path) -> None:
         """Each mistake becomes a line of this file at once, for a test in another process. Called before any copy."""
@@ -150,7 +162,9 @@ class _PlayedEngine(DeviceTransferEngine):
         self._pinned_at = segment.mapped_at
         device.register(self._pinned_at, len(segment.memory))
         super().__init__(paged, segment, device, len(segment.memory))
-        if device.checks_first:
+        if device.proof is not None:
+            self.proof = device.proof(paged, segment, device, stores=True, first=device.checks_first)
+        elif device.checks_first:
             self.proof = Proof(paged, segment, device, stores=True, first=device.checks_first)
 
     def close(self, seconds: float) -> bool:
@@ -163,4 +177,4 @@ class _PlayedEngine(DeviceTransferEngine):
         return ended
 
 
-__all__ = ["OnDevice", "PlayedDevice", "WrittenDown"]
+__all__ = ["EachJob", "OnDevice", "PlayedDevice", "WrittenDown"]

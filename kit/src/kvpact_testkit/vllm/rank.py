@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvpact.identity.groups import GroupKind
-from kvpact_testkit.device.played import OnDevice
+from kvpact_testkit.device.played import EachJob, OnDevice
 from kvpact_testkit.engine.oracle import Digests
 from kvpact_testkit.vllm.compat import (
     EngineSettings,
@@ -69,6 +69,8 @@ class Rank:
         self._kinds = groups_of(settings)
         self.memory = self.new_memory()
         self.device = settings.device(rank) if settings.device is not None else None
+        if self.device is not None and not self.device.checks_first:
+            self.device.proof = EachJob  # no scenario's copies go unchecked
         self.requests: dict[str, RankRequest] = {}
         self._digests: dict[str, Digests] = {}
         """Request id -> digests of all tokens that the request has after the step."""

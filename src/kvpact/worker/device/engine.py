@@ -21,7 +21,7 @@ from kvpact.memory.arena import ArenaSegment
 from kvpact.worker.copy.base import Job
 from kvpact.worker.device.base import MAX_BATCH_ENTRIES, Addresses, Device, Event, Stream
 from kvpact.worker.device.entries import Indexes, JobRuns
-from kvpact.worker.device.proof import Check, Proof
+from kvpact.worker.device.proof import Check, Proof, Verdict
 from kvpact.worker.paged import PagedKV
 
 logger = logging.getLogger(__name__)
@@ -307,32 +307,33 @@ class DeviceTransferEngine:
         assert self.proof is not None
         transfer.is_to_be_checked = False
         if self.error is not None or transfer.failed or transfer.event is None:
-            return
-        try:
-            if isinstance(transfer.job, LoadJob) and transfer.job.synchronous:
-                transfer.check = self.proof.check_now(transfer.job, transfer.event)
-                self._was_checked(transfer)
-            else:
-                transfer.check = self.proof.begin(transfer.job)
-        except Exception as error:
-            self._lose(error)
+            self.proof.owe(transfer.job)
+        elif isinstance(transfer.job, LoadJob) and transfer.job.synchronous:
+            transfer.check = self.proof.check_now(transfer.job, transfer.event)
+            self._was_checked(transfer)
+        else:
+            transfer.check = self.proof.begin(transfer.job)
 
     def _was_checked(self, transfer: DeviceTransfer) -> bool:
-        """Whether no check of a transfer is under way; one that found a difference ends all copies."""
+        """Whether no check of a transfer is under way; one that found a difference ends all copies.
+
+        A copy that could not be checked has failed, unless the rank is proven without it.
+        """
         check = transfer.check
         if check is None or self.proof is None:
             return True
-        if not check.has_ended:
+        if check.verdict is None:
             return False
         transfer.check = None
         if self.error is None:
             self.proof.take(check)
-        if check.error is not None:
+        if check.verdict is Verdict.WRONG:
             self._refute(check.error)
+        if check.verdict is Verdict.WRONG or (check.verdict is Verdict.CANNOT_SAY and not self.proof.is_proven):
             transfer.fail(check.error)
         return True
 
-    def _refute(self, error: Exception) -> None:
+    def _refute(self, error: Exception | None) -> None:
         """A copy was wrong: none is made or believed from now on. What is under way ends when the device is done."""
         if self.error is None:
             self.error = error
