@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chain_calls import put_document, served_of_document
-from kvpact.errors import NoSuchTier, TierError
+from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.objects.store import open_objects
 from kvpact.tiers.registry import TierContext, open_tier
@@ -74,7 +74,7 @@ def test_a_ca_file_that_is_none_is_refused_with_its_name(
 
 def test_a_ca_file_without_tls_is_refused(authority: Authority) -> None:
     url = f"s3://bucket/x?endpoint=http://127.0.0.1:1&allow_http=true&ca_file={authority.certificates}"
-    with pytest.raises(NoSuchTier, match="ca_file is for TLS; write https in its endpoint"):
-        open_objects(parse_tier_url(url))
+    with pytest.raises(ValueError, match="ca_file is for TLS; write https in its endpoint"):
+        parse_tier_url(url)
     with pytest.raises(ValueError, match='unknown option "ca_file"'):
         parse_tier_url(f"file:///mnt/x?ca_file={authority.certificates}")

@@ -336,7 +336,7 @@ def test_tls_is_verified_against_the_given_authority_and_no_other(tmp_path: Path
         ("rediss://cache?ca_file=/nowhere/ca", "there is no file /nowhere/ca"),
         ("redis://cache?cert_file=/nowhere/cert", "cert_file is for TLS; write rediss"),
         ("redis+sentinel://guard/mymaster?key_file=/nowhere/key", "key_file is for TLS; write rediss"),
-        ("redis://cache?part=1GiB", "part must be from 4KiB to 512MiB"),
+        ("redis://cache?part=1GiB", "a size from 4KiB to 512MiB is needed"),
         ("redis://cache?expiry=0s", "a time must be more than 0"),
     ],
 )

@@ -30,7 +30,7 @@ from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.free_space import FULL, taken
 from kvpact.tiers.objects.packs import PackVersion
 from kvpact.tiers.shared.store import StoreError, StoreFull
-from kvpact.tiers.urls import TierURL, address_in
+from kvpact.tiers.urls import TierURL
 from kvpact.tiers.use_clock import STEP_NS, SharedClock
 
 logger = logging.getLogger(__name__)
@@ -332,18 +332,6 @@ _CREDENTIALS: Final = re.compile(
 )
 
 
-_ENDPOINT: Final = re.compile(r"https?://([A-Za-z0-9.:\[\]_-]+)(/[A-Za-z0-9._~/-]*)?")
-"""An endpoint must hold no credentials."""
-
-
-def _is_address(endpoint: str) -> bool:
-    """obstore panics on some texts that are none."""
-    found = _ENDPOINT.fullmatch(endpoint)
-    with suppress(ValueError):
-        return found is not None and bool(address_in(found[1], 0))
-    return False
-
-
 def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     """The bucket at a URL, after one test request. One that does not answer now may do so later.
 
@@ -353,19 +341,10 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     or refuses us, which may change.
     """
     place = f"{url.scheme}://{url.host}{url.path}"
-    if "@" in url.host:
-        raise NoSuchTier(f"a {url.scheme} tier takes its credentials from the environment; leave them out of the URL")
     try:
         stores = import_module("obstore.store")
     except ImportError:
         raise NoSuchTier(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
-    endpoint = url.options.get("endpoint", "")
-    if endpoint and not _is_address(endpoint):
-        raise NoSuchTier(f'{place}: its endpoint is no address such as "https://objects.example:9000"')
-    if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
-        raise NoSuchTier(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
-    if endpoint.startswith("http://") and "ca_file" in url.options:
-        raise NoSuchTier(f"{place}: ca_file is for TLS; write https in its endpoint, or leave ca_file out")
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     folder = _folder(url, for_tool=for_tool) if url.scheme == "file" else None
     try:
