@@ -13,6 +13,7 @@ from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.objects.store import open_objects
 from kvpact.tiers.registry import TierContext, open_tier
+from kvpact.tiers.shared.store import StoreError
 from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.sample_blocks import document
 from servers.object_server import CREDENTIALS, object_server
@@ -49,6 +50,18 @@ def test_a_certificate_that_nobody_trusts_is_named_as_the_cause_and_ca_file_as_t
         said = tier.health().reason
         assert "the certificate of its server is not accepted (UnknownIssuer)" in said
         assert '"ca_file"' in said
+
+
+def test_a_server_that_speaks_no_tls_is_said_to_speak_none() -> None:
+    with object_server() as traffic, pytest.MonkeyPatch.context() as patch:
+        for name, text in CREDENTIALS.items():
+            patch.setenv(name, text)
+        endpoint = traffic.server.replace("http://", "https://")
+        with (
+            closing(open_objects(parse_tier_url(f"s3://bucket/x?endpoint={endpoint}&timeout=1s"))) as store,
+            pytest.raises(StoreError, match="the server does not speak TLS; write http in its endpoint"),
+        ):
+            store.exists([f"{'0' * 16}/{'0' * 64}"])
 
 
 @pytest.mark.parametrize(

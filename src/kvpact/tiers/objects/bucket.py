@@ -292,6 +292,9 @@ class Bucket:
         if refused := re.search(r"InvalidCertificate\(\s*(\w+)", text):
             right = 'name the file of the certificates that sign it with "ca_file"'
             return StoreError(f"{self.place}: the certificate of its server is not accepted ({refused[1]}); {right}")
+        if "InvalidContentType" in text:
+            right = 'write http in its endpoint, and "allow_http=true"'
+            return StoreError(f"{self.place}: the server does not speak TLS; {right}")
         if re.search(r"TimedOut|kind: Timeout|timed out", text):
             return StoreError(f"{self.place} has not answered within {self.timeout:g} s")
         if re.search(r"kind: (Connect|Request)|error sending request", text):
@@ -345,6 +348,8 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
         stores = import_module("obstore.store")
     except ImportError:
         raise NoSuchTier(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
+    if amiss := _variable_amiss(url):
+        raise NoSuchTier(f"{place}: {amiss}")
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     folder = _folder(url, for_tool=for_tool) if url.scheme == "file" else None
     try:
@@ -370,6 +375,34 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     except StoreError:
         pass
     return bucket
+
+
+_OF_S3: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_VARIABLES: Final = {
+    "s3": _OF_S3,
+    "gs": (
+        "GOOGLE_SERVICE_ACCOUNT",
+        "GOOGLE_SERVICE_ACCOUNT_PATH",
+        "GOOGLE_SERVICE_ACCOUNT_KEY",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+    ),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+}
+"""The variables with credentials of which obstore takes an empty one for a value."""
+
+
+def _variable_amiss(url: TierURL) -> str:
+    """A variable with credentials that cannot be right, and what to do; empty if there is none."""
+    if url.options.get("anonymous") == "true":
+        return ""
+    for name in _VARIABLES.get(url.scheme, ()):
+        if os.environ.get(name) == "":
+            return f"{name} is empty in the environment; set it to its value, or unset it"
+    given = [name for name in _OF_S3 if name in os.environ]
+    if url.scheme == "s3" and len(given) == 1:
+        (other,) = {*_OF_S3} - {*given}
+        return f"{given[0]} is set in the environment and {other} is not; set both, or neither"
+    return ""
 
 
 _PROBED: Final = "kvpact-is-not-an-object"
