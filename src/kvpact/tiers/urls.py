@@ -50,8 +50,8 @@ class TierURL:
 
     @property
     def capacity(self) -> int:
-        """Bytes the tier may occupy."""
-        return parse_size(self.options["capacity"])
+        """Bytes the tier may occupy; 0 where a URL without it was given to be looked at."""
+        return self.size("capacity", 0)
 
     def seconds(self, option: str, default: float) -> float:
         """The value of an option that is a time."""
