@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import select
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -262,11 +261,28 @@ class Credentials:
 
 def _answers_without_tls(address: Address, deadline: float) -> bool:
     """Whether a server answers a PING in plain text; nothing secret is sent."""
-    with suppress(OSError), socket.create_connection(address, seconds_until(deadline)) as plain:
-        plain.settimeout(seconds_until(deadline))
-        plain.sendall(b"PING\r\n")
-        return plain.recv(8).startswith((b"+PONG", b"-NOAUTH"))
-    return False
+    import redis
+    from redis import RedisError
+    from redis.exceptions import AuthenticationError, ResponseError
+
+    kind: Any = redis.Connection
+    try:
+        seconds = seconds_until(deadline)
+        plain = kind(
+            host=address[0], port=address[1], socket_timeout=seconds, socket_connect_timeout=seconds, protocol=2
+        )
+    except TimeoutError:
+        return False
+    try:
+        plain.connect()
+        plain.send_command("PING", check_health=False)
+        return bool(plain.read_response())
+    except (AuthenticationError, ResponseError):
+        return True
+    except (RedisError, OSError):
+        return False
+    finally:
+        plain.disconnect()
 
 
 class Pool:
