@@ -21,7 +21,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from benchmarks.needs import require_known, require_vllm
+from benchmarks.needs import require_at_least, require_known, require_vllm
 from benchmarks.table import ratio, spread
 
 SLOT_BYTES = 4096
@@ -232,10 +232,16 @@ def rows(
 ) -> list[dict[str, Any]]:
     """One row for each case; `chunks` are the engine's tokens a step, 0: the whole prompt in one step.
 
+    `waiting`: requests of one step, 0: no such case.
     `lmcache_port`: of an `lmcache server` whose `--supported-transfer-mode` is `auto`.
     """
     require_vllm()
     require_known("--subjects", subjects, SUBJECTS)
+    for option, least, numbers in (
+        ("--tokens", 1, tokens), ("--block-sizes", 1, block_sizes), ("--chunks", 0, chunks), ("--waiting", 0, waiting),
+        ("--waiting-tokens", 1, [waiting_tokens]), ("--rounds", 1, [rounds]), ("--probes", 1, [probes]),
+    ):  # fmt: skip
+        require_at_least(option, least, numbers)
     logging.disable(logging.WARNING)
     subjects = (*subjects, LMCACHE) if lmcache_port else subjects
     found: list[dict[str, Any]] = []
@@ -255,7 +261,7 @@ def rows(
             if restart and length <= DISK_LIMIT_TOKENS:
                 case = _measure_restart(length, block_size, chunks[0], min(rounds, 3))
                 add("restart", case, length, block_size, chunks[0], 1)
-        for requests in waiting:
+        for requests in filter(None, waiting):
             repeated = rounds if requests < 1000 else min(rounds, 2)
             for state, case in _measure(
                 subjects, waiting_tokens, block_size, 0, requests, repeated, 0, lmcache_port

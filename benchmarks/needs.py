@@ -20,6 +20,12 @@ def require_known(option: str, words: Iterable[str], known: Collection[str]) -> 
         raise SystemExit(f"{option}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
 
 
+def require_at_least(option: str, least: int, numbers: Iterable[int]) -> None:
+    """End the program with one line if a number of the option is less."""
+    if low := [number for number in numbers if number < least]:
+        raise SystemExit(f"{option}: at least {least}, not {low[0]}")
+
+
 def find_testbeds() -> None:
     """The modules of testbeds can be imported from now on."""
     folder = str(Path(__file__).parents[1] / "testbeds")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import lifecycle
 
 from documents import ROOT
 
@@ -59,6 +60,8 @@ def test_make_bench_runs_benchmarks_that_are_there() -> None:
         (["lifecycle", "--output", "/nowhere/rows.json"], "--output: /nowhere/rows.json cannot be written"),
         (["lifecycle", "--tokens", "many"], "numbers with commas between them, not 'many'"),
         (["lifecycle", "--subjects", "nobody"], "nobody is not one of kvpact"),
+        (["lifecycle", "--waiting=-1"], "--waiting: at least 0, not -1"),
+        (["lifecycle", "--rounds", "0"], "--rounds: at least 1, not 0"),
         (["step_time", "--output", "-"], "run it without --output"),
         (["e2e", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, redis, example, lmcache, mooncake"),
         (["e2e", "--prompts", "1"], "at least 2 of each length, so that one drives out the other, not 1"),
@@ -83,6 +86,12 @@ def test_a_package_that_is_missing_is_one_line(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr == "lifecycle needs the package 'vllm', which is not installed here\n"
+
+
+def test_lifecycle_without_waiting_requests_leaves_that_case_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    assert lifecycle.rows(tokens=(), block_sizes=(16,), waiting=(0,)) == []
 
 
 @pytest.mark.soak  # it runs vLLM's own connectors beside kvpact

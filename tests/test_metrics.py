@@ -159,7 +159,7 @@ def test_h72_a_cache_that_never_hits_says_why(reason: MissReason) -> None:
 
 def test_h72_a_cold_a_small_and_an_unused_cache_are_told_apart() -> None:
     metrics = Metrics()
-    assert "no lookups yet" in explain_misses(metrics.snapshot())
+    assert explain_misses(metrics.snapshot()) == "no lookups yet: the engine is starting, or no prompt has come"
     metrics.add("lookups", 10)
     assert explain_misses(metrics.snapshot()) == "10 of 10 lookups hit"
     metrics.add("misses", 10, MissReason.NOT_STORED)

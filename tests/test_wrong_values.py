@@ -16,7 +16,7 @@ from kvpact.cli.serve import COMMAND_LINE, chosen_settings
 from kvpact.config import KvpactConfig, load_config
 from kvpact.errors import ConfigError
 from kvpact.own_files import group_number
-from kvpact.tiers import backend
+from kvpact.tiers import backend, objects
 from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.urls import parse_tier_url
 from kvpact.units import parse_size
@@ -123,6 +123,19 @@ WRONG_OPTIONS: Mapping[Any, list[str]] = {
     backend.some_size: ["0", *map(str, SIZES)],
     backend.some_time: ["0", "0s", *map(str, TIMES)],
     backend.whole_number: list(map(str, COUNTS)),
+    SCHEMES["redis"].options["part"]: ["0", "1KiB", "4095", "513MiB", "1TiB", *map(str, SIZES)],
+    objects.endpoint: [
+        "objects",
+        "ftp://x",
+        "https://",
+        "https://:9",
+        "https://a:0",
+        "https://a:99999",
+        "http://::1:9",
+        "https://[::1",
+        "https://a b",
+        "https://a/x?y",
+    ],
     backend.some_port: ["0", "65536", "99999", "-1", "http", "1.5", "80x", "٤", "8 0", "0x50"],
     backend.yes_or_no: ["yes", "no", "1", "0", "True", "on", "", "tru", "null", "false "],
     backend.some_file: ["", *(f"~{name}" for name in ("", "/a", "a", "a/b", "/", "root/x", "/.x", "/a b", "x"))],
@@ -157,9 +170,39 @@ def test_each_wrong_value_of_a_tiers_option_is_refused_before_anything_is_opened
         ), message
 
 
+@pytest.mark.parametrize(
+    ("url", "right"),
+    [
+        ("redis://cache?ca_file=/x", "ca_file is for TLS; write rediss instead of redis"),
+        ("redis+cluster://cache?key_file=/x", "key_file is for TLS; write rediss instead of redis"),
+        ("redis+sentinel://a/b?cert_file=/x", "cert_file is for TLS; write rediss instead of redis"),
+        ("s3://b?endpoint=http://a:1", 'its endpoint is not encrypted; use https, or add "allow_http=true"'),
+        ("gs://b?endpoint=http://a&allow_http=true&ca_file=/x", "ca_file is for TLS; write https in its endpoint"),
+        ("s3://b?ca_file=~/ca.pem", "the whole path of a file is needed"),
+        ("s3://me:hidden@b", "a s3 tier takes its credentials from the environment; leave them out of the URL"),
+        ("s3://b?endpoint=https://me:hidden@c", 'it is no address such as "https://objects.example:9000"'),
+        ("mooncake://m/a*b", "the path begins names: use letters, digits, _, - and / between them"),
+    ],
+)
+def test_what_does_not_fit_together_in_a_tiers_url_is_refused_when_it_is_read(url: str, right: str) -> None:
+    message = refused(lambda: load_config({"tiers": [url]}, {}))
+    assert right in message
+    assert "hidden" not in message
+
+
+def test_what_fits_together_in_a_tiers_url_is_taken() -> None:
+    for url in (
+        "rediss://cache?ca_file=/x", "redis+sentinel://a/b?ca_file=/x&sentinel_tls=true", "redis://cache?part=512MiB",
+        "s3://b?endpoint=https://a:1/x&ca_file=/x", "s3://b?endpoint=http://[::1]:9&allow_http=true",
+        "mooncake://m", "mooncake://m/", "mooncake://m/a/b-c_d", "mooncake://m/a/",
+    ):  # fmt: skip
+        load_config({"tiers": [url]}, {})
+
+
 def takes(scheme: str, name: str, text: str) -> bool:
+    with_tls = re.sub(r"^redis(?!s)", "rediss", scheme) if name in ("ca_file", "cert_file", "key_file") else scheme
     try:
-        parse_tier_url(with_option(scheme, name, text))
+        parse_tier_url(with_option(with_tls, name, text))
     except ValueError:
         return False
     return True

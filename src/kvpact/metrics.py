@@ -444,7 +444,7 @@ def explain_misses(snapshot: Mapping[str, float]) -> str:
     """One readable line: how many lookups hit, and the most frequent reason of the misses."""
     lookups, spared = int(snapshot["lookups"]), int(snapshot["spared_lookups"])
     if not lookups + spared:
-        return "no lookups yet: the engine has not asked; is the connector named in its --kv-transfer-config?"
+        return "no lookups yet: the engine is starting, or no prompt has come"
     misses = {reason: int(snapshot[series("misses", reason)]) for reason in MissReason}
     missed = sum(misses.values())
     line = f"{lookups - missed:,} of {lookups:,} lookups hit"

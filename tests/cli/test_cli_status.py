@@ -97,6 +97,28 @@ def engine(tmp_path: Path) -> Iterator[Scene]:
     answering.close()
 
 
+@pytest.mark.usefixtures("engine")
+def test_tiers_asks_running_engines_where_nothing_is_configured() -> None:
+    (row,) = json.loads(kvpact("tiers", "--json").stdout)["engine"]
+    assert row["tier"] == "disk"
+    assert row["engine"].startswith("a/model, process ")
+    shown = kvpact("tiers")
+    assert shown.exit_code == 0
+    first, _, line = shown.stdout.splitlines()
+    assert first.startswith("as the engine of a/model, process ")
+    assert line.startswith("disk ")
+
+
+def test_an_engine_that_nobody_has_asked_is_starting_or_idle() -> None:
+    scene = Scene()
+    answering = StatusSocket(lambda: status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE).encoded())
+    until(lambda: bool(answers()))
+    shown = " ".join(kvpact("status").stdout.split())
+    answering.close()
+    assert "lookups no lookups yet: the engine is starting, or no prompt has come" in shown
+    assert "--kv-transfer-config" not in shown
+
+
 def test_a_page_says_in_ten_lines_whether_it_helps(serve: Callable[[str], str]) -> None:
     result = kvpact("status", serve(typed(PAGE)))
     assert result.exit_code == 0, result.output

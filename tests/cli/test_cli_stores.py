@@ -19,6 +19,7 @@ from kvpact.tiers import record
 from kvpact.tiers.base import chained
 from kvpact.tiers.registry import TierContext, load_seal, open_tier
 from kvpact.tiers.urls import parse_tier_url
+from kvpact_command import own_sockets
 from kvpact_testkit.sample_blocks import document, filled_buffers
 from servers.redis_server import RedisServer, redis_server
 
@@ -68,6 +69,21 @@ def test_inspect_names_each_model_with_its_blocks(place: str) -> None:
     found = json.loads(kvpact("inspect", place, "--json").stdout)
     assert {group["fields"]["model"]: group["blocks"] for group in found["namespaces"]} == {"llama": 6, "qwen": 6}
     assert all(group["newest_age"] < 60 for group in found["namespaces"])
+
+
+def test_a_place_is_shown_as_it_was_given(tmp_path: Path) -> None:
+    place = f"dir://{tmp_path}/store"
+    (tmp_path / "store").mkdir()
+    assert kvpact("inspect", place).stdout == f"nothing of kvpact's in {place}\n"
+    assert "capacity" not in kvpact("inspect", f"dir://{tmp_path}/nowhere").stderr
+    fill(f"{place}?capacity=1GiB")
+    found = json.loads(kvpact("inspect", place, "--json").stdout)
+    assert found["place"] == place
+    given = json.loads(kvpact("inspect", f"{place}?capacity=1GiB", "--json").stdout)["usage"]
+    assert found["usage"] == given | {"capacity_bytes": 0}
+    assert given["used_bytes"] > 0
+    assert json.loads(kvpact("verify", place, "--json").stdout)["place"] == place
+    assert kvpact("gc", place, "--yes", "--older-than", "0s").exit_code == 0
 
 
 def test_verify_reads_every_record(place: str) -> None:
@@ -298,6 +314,7 @@ def test_tiers_says_why_one_does_not_work_in_full_however_narrow_the_screen(
     assert not (tmp_path / "new").exists()
 
 
-def test_tiers_without_tiers_says_so() -> None:
+def test_tiers_without_tiers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_sockets(tmp_path, monkeypatch)
     assert kvpact("tiers").stdout.startswith("no tiers are configured")
     assert json.loads(kvpact("tiers", "--json").stdout) == {"now": [], "engine": []}

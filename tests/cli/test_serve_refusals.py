@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpact.cli.serve import TIME_TO_END, gpus_here, what_copies
 from kvpact.memory.limits import total_memory_bytes
 from kvpact_command import KVPACT, beside, fake_vllm_in, without_settings
 
@@ -83,7 +84,8 @@ def test_h129_what_vllms_configuration_tells_is_one_line_too(tmp_path: Path) -> 
     main = vllm / "vllm" / "entrypoints" / "cli" / "main.py"
     main.write_text(REFUSED_IN_VLLM.format(error="ConfigError('kvpact: the model is not served')"))
     code, output, said = typed("kvpact serve m", vllm)
-    assert (code, output, said[2:]) == (1, "", ["kvpact: the model is not served"])
+    before = [*([what_copies("auto")] if gpus_here() else []), TIME_TO_END]
+    assert (code, output, said) == (1, "", [*before, "kvpact: the model is not served"])
     main.write_text(REFUSED_IN_VLLM.format(error="ValueError('no such model')"))
     code, _, said = typed("kvpact serve m", vllm)
     assert code == 1

@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from chain_calls import get_chain, put_document, served_of_document
 from hook_time import assert_ends_within
-from kvpact.errors import TierError
+from kvpact.errors import NoSuchTier, TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.base import HEADER_BYTES, Entry, RecordMac, Tier, TierHealth
@@ -553,10 +553,34 @@ def test_h97_a_bucket_that_refuses_at_the_start_is_used_when_it_no_longer_does(
     ],
 )
 def test_what_somebody_must_mend_is_said_when_the_tier_is_opened(url: str, said: str) -> None:
-    with pytest.raises(TierError) as refused:
+    with pytest.raises((TierError, ValueError)) as refused:
         open_objects(parse_tier_url(url))
     assert said in str(refused.value)
     assert "hidden" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "said"),
+    [
+        ("s3://b", {"AWS_ACCESS_KEY_ID": ""}, "AWS_ACCESS_KEY_ID is empty in the environment; set it"),
+        ("s3://b", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "AWS_ACCESS_KEY_ID is empty"),
+        ("s3://b", {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": ""}, "AWS_SECRET_ACCESS_KEY is empty"),
+        ("s3://b", {"AWS_SECRET_ACCESS_KEY": "hidden"}, "AWS_SECRET_ACCESS_KEY is set in the environment and AWS_ACC"),
+        ("gs://b", {"GOOGLE_SERVICE_ACCOUNT": ""}, "GOOGLE_SERVICE_ACCOUNT is empty in the environment"),
+        ("az://b", {"AZURE_STORAGE_ACCOUNT_KEY": ""}, "AZURE_STORAGE_ACCOUNT_KEY is empty in the environment"),
+    ],
+)
+def test_a_variable_with_credentials_that_cannot_be_right_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, given: dict[str, str], said: str
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(NoSuchTier) as told:
+        open_objects(parse_tier_url(f"{url}/x?timeout=1s"))
+    assert said in str(told.value)
+    assert "hidden" not in str(told.value)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])

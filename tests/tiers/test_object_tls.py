@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from chain_calls import put_document, served_of_document
-from kvpact.errors import NoSuchTier, TierError
+from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.objects.store import open_objects
 from kvpact.tiers.registry import TierContext, open_tier
+from kvpact.tiers.shared.store import StoreError
 from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.sample_blocks import document
 from servers.object_server import CREDENTIALS, object_server
@@ -51,6 +52,18 @@ def test_a_certificate_that_nobody_trusts_is_named_as_the_cause_and_ca_file_as_t
         assert '"ca_file"' in said
 
 
+def test_a_server_that_speaks_no_tls_is_said_to_speak_none() -> None:
+    with object_server() as traffic, pytest.MonkeyPatch.context() as patch:
+        for name, text in CREDENTIALS.items():
+            patch.setenv(name, text)
+        endpoint = traffic.server.replace("http://", "https://")
+        with (
+            closing(open_objects(parse_tier_url(f"s3://bucket/x?endpoint={endpoint}&timeout=1s"))) as store,
+            pytest.raises(StoreError, match="the server does not speak TLS; write http in its endpoint"),
+        ):
+            store.exists([f"{'0' * 16}/{'0' * 64}"])
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -74,7 +87,7 @@ def test_a_ca_file_that_is_none_is_refused_with_its_name(
 
 def test_a_ca_file_without_tls_is_refused(authority: Authority) -> None:
     url = f"s3://bucket/x?endpoint=http://127.0.0.1:1&allow_http=true&ca_file={authority.certificates}"
-    with pytest.raises(NoSuchTier, match="ca_file is for TLS; write https in its endpoint"):
-        open_objects(parse_tier_url(url))
+    with pytest.raises(ValueError, match="ca_file is for TLS; write https in its endpoint"):
+        parse_tier_url(url)
     with pytest.raises(ValueError, match='unknown option "ca_file"'):
         parse_tier_url(f"file:///mnt/x?ca_file={authority.certificates}")

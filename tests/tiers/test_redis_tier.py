@@ -310,6 +310,32 @@ def test_a_user_who_may_not_write_gets_no_error_but_no_block(server: RedisServer
         assert "NOPERM" in tier.health().reason
 
 
+@pytest.mark.parametrize(("scheme", "path", "password"), [("rediss", "", "secret"), ("rediss+sentinel", "/m", "")])
+def test_a_server_that_speaks_no_tls_is_said_to_speak_none(
+    tmp_path: Path, scheme: str, path: str, password: str
+) -> None:
+    with (
+        redis_server(tmp_path, password=password) as server,
+        closing(_open(f"{scheme}://{server.address}{path}?timeout=3s")) as store,
+    ):
+        with pytest.raises(StoreError) as told:
+            store.exists([f"{'0' * 16}/{'0' * 64}"])
+        assert str(told.value).endswith(
+            f"{server.address}: the server does not speak TLS; write redis instead of rediss"
+        )
+
+
+@pytest.mark.parametrize(("rule", "granted"), [("-scan", "+scan"), ("resetkeys", "~*")])
+def test_what_a_user_of_redis_may_not_do_is_named_with_how_to_allow_it(tmp_path: Path, rule: str, granted: str) -> None:
+    with redis_server(tmp_path) as server, closing(_open(f"redis://{server.address}")) as store:
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "default", rule)
+        with pytest.raises(StoreError, match="NOPERM") as told:
+            [*store.names()] if granted == "+scan" else store.exists([f"{'0' * 16}/{'0' * 64}"])
+        assert str(told.value).endswith(f"; allow it, like ACL SETUSER name {granted}")
+        assert ("'scan' command" in str(told.value)) is (granted == "+scan")
+
+
 def test_tls_is_verified_against_the_given_authority_and_no_other(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path)
     with redis_server(tmp_path / "redis", tls=authority, password="secret") as server:
@@ -336,7 +362,7 @@ def test_tls_is_verified_against_the_given_authority_and_no_other(tmp_path: Path
         ("rediss://cache?ca_file=/nowhere/ca", "there is no file /nowhere/ca"),
         ("redis://cache?cert_file=/nowhere/cert", "cert_file is for TLS; write rediss"),
         ("redis+sentinel://guard/mymaster?key_file=/nowhere/key", "key_file is for TLS; write rediss"),
-        ("redis://cache?part=1GiB", "part must be from 4KiB to 512MiB"),
+        ("redis://cache?part=1GiB", "a size from 4KiB to 512MiB is needed"),
         ("redis://cache?expiry=0s", "a time must be more than 0"),
     ],
 )

@@ -130,8 +130,8 @@ def test_h97_workers_use_late_stores_too(start: Callable[..., PlayedEngine], tmp
     [
         ("disk://{}/away/cache?capacity=64MiB", "away does not exist; create it"),
         ("redis://127.0.0.1:1/0", "Connection refused"),
-        ("redis://127.0.0.1:1/0?ca_file=/x", "write rediss instead of redis"),
-        ("s3://bucket?endpoint=ftp://x", "its endpoint is no address"),
+        ("rediss://127.0.0.1:1/0?ca_file=/nowhere/ca", "there is no file /nowhere/ca"),
+        ("az://container/x", "obstore does not take these options"),
     ],
 )
 def test_h97_required_tiers_refuse_the_start(

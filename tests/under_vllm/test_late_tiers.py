@@ -138,7 +138,7 @@ def test_workers_look_in_late_stores_too_when_a_step_begins(
         write_weights(tmp_path, b"one")  # at another time, so it is read again
         second = start(**settings)
         reading.end()
-        step_until(second, lambda: caplog.text.count("from now on 1 tier(s)") == 2)
+        step_until(second, lambda: caplog.text.count("from now on tiers below: redis, namespace") == 2)
         assert second.generate(PROMPTS[0]).said == answer(PROMPTS[0], 3)
         assert second.counts["step_hits"] == 1
 

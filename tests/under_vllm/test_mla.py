@@ -119,7 +119,7 @@ def test_two_ranks_store_once_die_and_one_rank_loads_it(mla_model: Path, tmp_pat
         assert len(computed & blocks_of(engine, tmp_path, 2)) >= BLOCKS, "the last prompt's, on both ranks"
         log = engine.log.read_text()
         assert "ranks 0 to 1 hold the same keys and values: stored once, by rank 0" in log
-        assert f"{(16 << 20) // SLOT_BYTES} slots of {SLOT_BYTES} bytes in memory" in log
+        assert f"16MiB of memory for {(16 << 20) // SLOT_BYTES * BLOCK:,} tokens, tiers below: " in log
         assert leases_when(engine, "used_tokens", 2 * len(ASKED) * BLOCKS * BLOCK) == 0
         if played:  # rank 1 makes no saves: its loads prove it
             jobs = Counter((tmp_path / "jobs").read_text().splitlines())

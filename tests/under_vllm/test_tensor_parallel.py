@@ -108,7 +108,7 @@ def test_what_two_ranks_computed_is_loaded_from_memory_bit_for_bit_as_the_engine
 def test_each_rank_holds_its_part_of_every_slot(engine: FaultyEngine) -> None:
     log = engine.process.log.read_text()
     whole = 2 * 4 * 4 * 64 * 2 * BLOCK  # keys and values of 4 layers, 4 heads of 64 in bfloat16
-    assert f"slots of {whole} bytes in memory" in log
+    assert f"64MiB of memory for {(64 << 20) // whole * BLOCK:,} tokens, tiers below: disk" in log
 
 
 def test_h41_failures_of_two_ranks_are_recomputed_from_the_first_on_and_gone_everywhere(engine: FaultyEngine) -> None:

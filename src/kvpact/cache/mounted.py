@@ -35,6 +35,7 @@ from kvpact.ranges import BlockRange
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.urls import tier_labels
+from kvpact.units import format_size
 from kvpact.wire import SharedTierConfig, WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -115,13 +116,19 @@ class MountedCache:
         adapters.bind(LoadedAdapters(notices), reported=all(hello.watches_weights for hello in hellos))
         self._stats_file = StatsFile(config.stats_file, replica) if config.stats_file else None
         self._status_socket: StatusSocket | None = None
+        is_plain = groups == one_group(groups.block_size)
         logger.info(
-            "kvpact: %d slots of %d bytes in memory, %d tier(s) below, namespace %s",
-            arena.num_slots,
-            arena.slot_bytes,
-            len(self.queues),
+            "kvpact: %s of memory for %s, %s, namespace %s",
+            format_size(config.memory),
+            f"{arena.num_slots * groups.block_size:,} tokens" if is_plain else f"{len(groups.groups)} groups of layers",
+            self._tiers_below(tiers),
             (tiers.namespace if tiers is not None else known).name,
         )
+
+    def _tiers_below(self, tiers: OpenTiers | None) -> str:
+        """The tiers that are used, by their labels, for a log."""
+        labels = tier_labels(self._config.tiers)
+        return f"tiers below: {', '.join(labels[at] for at in tiers.numbers) if tiers and tiers.numbers else 'none'}"
 
     def _use(self, tiers: OpenTiers) -> None:
         """Use these tiers of kvpact's own cache from now on; the others of the configuration are not there."""
@@ -141,7 +148,7 @@ class MountedCache:
         if tiers is not None and self.own is not None:
             self.own.open_tiers(tiers.queues)
             self._use(tiers)
-            logger.info("kvpact: from now on %d tier(s), namespace %s", len(tiers.queues), tiers.namespace.name)
+            logger.info("kvpact: from now on %s, namespace %s", self._tiers_below(tiers), tiers.namespace.name)
         if self.own is not None:
             self.own.use_awaited_tiers()
 

@@ -110,7 +110,8 @@ def serve_model(
     looked_at = tiers_not_as_wanted(config)
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *options, *vllm_arguments]
     sys.stdout.flush()
-    print(what_copies(config.gpu, through=through), file=sys.stderr, flush=True)
+    if gpus_here() or through == OFFLOADING:
+        print(what_copies(config.gpu, through=through), file=sys.stderr, flush=True)
     if given["--shutdown-timeout"] is None:
         print(TIME_TO_END, file=sys.stderr, flush=True)
     for line in looked_at:
@@ -135,18 +136,25 @@ def tiers_not_as_wanted(config: KvpactConfig) -> list[str]:
     return [f"kvpact: tier {row['tier']}: {'' if row['usable'] else without}{row['state']}" for row in rows]
 
 
+def gpus_here(root: Path = Path("/")) -> list[str]:
+    """The models of this machine's NVIDIA GPUs, by their kernel module."""
+    texts = [file.read_text(errors="replace") for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
+    return [found[1] for text in texts if (found := re.search(r"^Model:\s*(.*)$", text, re.MULTILINE))]
+
+
 def what_copies(gpu: str, root: Path = Path("/"), *, through: str = "connector") -> str:
-    """Which GPUs this machine has, by their kernel module, and what moves KV memory to and from them: one line.
+    """Which GPUs this machine has, and what moves KV memory to and from them: one line.
 
     `gpu` is the configuration's. A run of `make gpu` that is written into benchmarks/RESULTS.md changes `RUN_BY_US`.
     """
-    texts = [file.read_text(errors="replace") for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
-    names = [found[1] for text in texts if (found := re.search(r"^Model:\s*(.*)$", text, re.MULTILINE))]
+    names = gpus_here(root)
     where = ", ".join(names) or "no NVIDIA GPU here"
     if through == OFFLOADING:
         return (
             f"kvpact: {where}. vLLM's own offloading copies; with kvpact's tiers below it we have run it on no GPU yet"
         )
+    if not names:
+        return f"kvpact: {where}. On a CPU kvpact copies"
     how = "vLLM's own call does, which is tried at each start and checked while it serves"
     if gpu == "off":
         how = 'it is refused ("gpu": "off")'

@@ -9,8 +9,8 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -70,7 +70,11 @@ def parse_place(text: str) -> TierURL | Path:
     if "://" not in text:
         return Path(text)
     try:
-        url = parse_tier_url(text if "?" in text or not text.startswith(("disk:", "dir:")) else f"{text}?capacity=1GiB")
+        if text.startswith(("disk:", "dir:")) and "capacity=" not in text:
+            url = parse_tier_url(f"{text}{'&' if '?' in text else '?'}capacity=1GiB")
+            url = replace(url, options={name: value for name, value in url.options.items() if name != "capacity"})
+        else:
+            url = parse_tier_url(text)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return Path(url.path) if url.scheme == "disk" else url
@@ -247,19 +251,27 @@ def _the_one(names: set[str], wanted: str, place: object) -> str:
 
 
 def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: bool) -> bool:
-    """Print the state of tiers: as they answer now, and by the stats file of each engine; returns whether all work."""
+    """Print the state of tiers, and return whether all work: as they answer now, and by the stats file of each engine.
+
+    Without both, by what this user's running engines say.
+    """
     files = stats_files(stats_file) if stats_file else []
-    engines = {file: _count_tiers(_read_stats(file)) for file in files}
+    engines = {str(file): _count_tiers(_read_stats(file)) for file in files}
+    if not urls and not stats_file:
+        engines = _as_engines_say()
     with busy("asking the tiers"):
         rows = probe_all(urls)
     if as_json:
-        engine = [row | {"stats": str(file)} for file, counted in engines.items() for row in counted]
+        engine = [
+            row | {"stats" if stats_file else "engine": file} for file, counted in engines.items() for row in counted
+        ]
         print_json({"now": rows, "engine": engine})
     else:
         output = console()
         if not rows and not any(engines.values()):
             output.print(
-                "no tiers are configured; name a URL, a file with --config, or an engine's stats_file with --stats"
+                "no tiers are configured, and no running engine of this user has any; name a URL, a file with "
+                "--config, or an engine's stats_file with --stats"
             )
         if rows:
             asked = table(["tier", "state"], ["look-up", "used", "capacity"])
@@ -358,6 +370,20 @@ def _count_tiers(counts: Mapping[str, float]) -> list[dict[str, Any]]:
     """The tiers of which the engine with these counts has counted anything."""
     found = [_as_counted(counts, name) for name in tiers_in(counts)]
     return [row for row in found if any(value for key, value in row.items() if key != "tier")]
+
+
+def _as_engines_say() -> dict[str, list[dict[str, Any]]]:
+    """The tiers of this user's running engines, by model and process; those that do not answer are left out."""
+    from kvpact.cache.status import EngineStatus
+    from kvpact.cache.status_socket import answers
+
+    found = dict[str, list[dict[str, Any]]]()
+    for _, said in answers():
+        with suppress(DataError):
+            engine = EngineStatus.parse(said)
+            rows = [_as_counted(engine.metrics, tier.name) for tier in engine.tiers]
+            found[f"{engine.model}, process {engine.pid}"] = rows
+    return found
 
 
 def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:

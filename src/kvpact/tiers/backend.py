@@ -6,11 +6,13 @@ Each kind is one folder, whose `__init__` defines its `BACKEND` and imports noth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias
+from urllib.parse import unquote, urlsplit
 
 from kvpact.own_files import group_number
-from kvpact.units import parse_duration, parse_size
+from kvpact.units import format_size, parse_duration, parse_size
 
 Option: TypeAlias = Callable[[str], object]
 """Parses an option's value. Raises ValueError."""
@@ -39,11 +41,33 @@ def some_size(text: str) -> int:
     return num_bytes
 
 
+def size_between(least: int, most: int) -> Option:
+    """An option that is a size of `least` to `most` bytes."""
+
+    def judged(text: str) -> int:
+        with suppress(ValueError):
+            if least <= parse_size(text) <= most:
+                return parse_size(text)
+        raise ValueError(
+            f'a size from {format_size(least)} to {format_size(most)} is needed, such as "{format_size(most)}"'
+        )
+
+    return judged
+
+
 def some_port(text: str) -> int:
     """The number of a port."""
     if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 16:
         raise ValueError("a port from 1 to 65535 is needed, such as 9003")
     return int(text)
+
+
+def address_in(text: str, port: int) -> tuple[str, int]:
+    """The host and port of "host:port", by default `port`. Raises ValueError if that is no address."""
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.port == 0:
+        raise ValueError("no host, or no port")
+    return unquote(parts.hostname), parts.port or port
 
 
 def some_file(text: str) -> str:
@@ -74,6 +98,10 @@ DIRECTORY_OPTIONS: Final[Mapping[str, Option]] = {"capacity": parse_size, "group
 """The options of every tier in a bounded directory."""
 
 
+def _any(options: Mapping[str, str]) -> None:
+    """No rule."""
+
+
 @dataclass(frozen=True, slots=True)
 class UrlRules:
     """What the URLs of one kind of tier look like."""
@@ -91,6 +119,8 @@ class UrlRules:
     """A regular expression for the path, and what is needed where it does not fit."""
     default_path: str = ""
     """Another way to write an empty path."""
+    together: Callable[[Mapping[str, str]], None] = _any
+    """Judges options, each right alone, that must fit together. Raises ValueError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from kvpact.errors import TierError
-from kvpact.tiers.backend import UrlRules
+from kvpact.tiers.backend import UrlRules, address_in
 from kvpact.tiers.backends import ENTRY_POINTS, MEMORY, SCHEMES, kind_of
 from kvpact.units import parse_duration, parse_size
 
@@ -29,14 +29,6 @@ def redact(url: str) -> str:
     shown = re.sub(r"(?s)(?<=//)[^/].*@", "***@", url)  # greedy: a password may hold any character
     shown = re.sub(r"(?i)([?&][^=&]*=)[^&#]*(?:@|%40)", r"\1***@", shown)  # an option may be a URL
     return re.sub(rf"(?i)([?&][^=&]*(?:{_SECRET_NAMES})[^=&]*=)[^&#]*", r"\1***", shown)
-
-
-def address_in(text: str, port: int) -> tuple[str, int]:
-    """The host and port of "host:port", by default `port`. Raises ValueError if that is no address."""
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname or parts.port == 0:
-        raise ValueError("no host, or no port")
-    return unquote(parts.hostname), parts.port or port
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -58,8 +50,8 @@ class TierURL:
 
     @property
     def capacity(self) -> int:
-        """Bytes the tier may occupy."""
-        return parse_size(self.options["capacity"])
+        """Bytes the tier may occupy; 0 where a URL without it was given to be looked at."""
+        return self.size("capacity", 0)
 
     def seconds(self, option: str, default: float) -> float:
         """The value of an option that is a time."""
@@ -194,6 +186,8 @@ def _check(url: TierURL, rules: UrlRules) -> None:
         raise ValueError('a "/" in a user name or password must be written as "%2F"')
     elif not url.host.rpartition("@")[2]:
         raise ValueError(f"a {url.scheme} tier needs a host or bucket behind two slashes, {like}")
+    elif "@" in url.host and not rules.port:
+        raise ValueError(f"a {url.scheme} tier takes its credentials from the environment; leave them out of the URL")
     if rules.port and len(url.addresses) > 1 and rules.one:
         raise ValueError(f"{rules.one}; {like}")
     if not re.fullmatch(rules.path[0], url.path, re.ASCII | re.DOTALL):
@@ -206,7 +200,8 @@ def _check(url: TierURL, rules: UrlRules) -> None:
         try:
             rules.options[name](text)
         except ValueError as error:
-            raise ValueError(f'{name}="{text}": {error}') from None
+            raise ValueError(f'{name}="{redact(text)}": {error}') from None
+    rules.together(url.options)
     if rules.directory:
         if "capacity" not in url.options:
             raise ValueError(f'a {url.scheme} tier needs a limit: add "?capacity=200GiB", {like}')

@@ -225,7 +225,8 @@ class DirectoryStore(RecordStore):
             capacity = self.quota.capacity_bytes
             if self._for_tool and self.quota.snapshot() is None:  # no engine was here yet
                 return StoreUsage(0, capacity)
-            return StoreUsage(min(self.quota.used_bytes(), capacity), capacity)
+            used = self.quota.used_bytes()
+            return StoreUsage(min(used, capacity or used), capacity)
 
     def unfinished(self) -> StoreUsage:
         with suppress(OSError):

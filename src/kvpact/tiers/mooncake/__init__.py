@@ -17,6 +17,7 @@ BACKEND = Backend(
             _OPTIONS,
             port=50051,
             one="a pool has one master; name it alone",
+            path=(r"((/[A-Za-z0-9_-]+)+|/)?/?", "the path begins names: use letters, digits, _, - and / between them"),
         )
     },
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import logging
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +64,6 @@ _REASONS: Final = {
     -200: "no room in the pool",
     _NOT_READY: "a record is being written",
 }
-_PREFIX: Final = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", re.ASCII)
 
 
 class MooncakeStore(RecordStore):
@@ -277,8 +275,6 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
     """
     [(host, port)] = url.addresses
     prefix = url.path.strip("/")
-    if prefix and not _PREFIX.fullmatch(prefix):
-        raise NoSuchTier(f"mooncake tier: {prefix!r} cannot begin names; use letters, digits, _, - and /")
     library, master = _library(), host_and_port(host, port)
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     try:

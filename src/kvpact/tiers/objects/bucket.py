@@ -30,7 +30,7 @@ from kvpact.tiers.daemon_pool import DaemonPool
 from kvpact.tiers.free_space import FULL, taken
 from kvpact.tiers.objects.packs import PackVersion
 from kvpact.tiers.shared.store import StoreError, StoreFull
-from kvpact.tiers.urls import TierURL, address_in
+from kvpact.tiers.urls import TierURL
 from kvpact.tiers.use_clock import STEP_NS, SharedClock
 
 logger = logging.getLogger(__name__)
@@ -292,6 +292,9 @@ class Bucket:
         if refused := re.search(r"InvalidCertificate\(\s*(\w+)", text):
             right = 'name the file of the certificates that sign it with "ca_file"'
             return StoreError(f"{self.place}: the certificate of its server is not accepted ({refused[1]}); {right}")
+        if "InvalidContentType" in text:
+            right = 'write http in its endpoint, and "allow_http=true"'
+            return StoreError(f"{self.place}: the server does not speak TLS; {right}")
         if re.search(r"TimedOut|kind: Timeout|timed out", text):
             return StoreError(f"{self.place} has not answered within {self.timeout:g} s")
         if re.search(r"kind: (Connect|Request)|error sending request", text):
@@ -332,18 +335,6 @@ _CREDENTIALS: Final = re.compile(
 )
 
 
-_ENDPOINT: Final = re.compile(r"https?://([A-Za-z0-9.:\[\]_-]+)(/[A-Za-z0-9._~/-]*)?")
-"""An endpoint must hold no credentials."""
-
-
-def _is_address(endpoint: str) -> bool:
-    """obstore panics on some texts that are none."""
-    found = _ENDPOINT.fullmatch(endpoint)
-    with suppress(ValueError):
-        return found is not None and bool(address_in(found[1], 0))
-    return False
-
-
 def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     """The bucket at a URL, after one test request. One that does not answer now may do so later.
 
@@ -353,19 +344,12 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     or refuses us, which may change.
     """
     place = f"{url.scheme}://{url.host}{url.path}"
-    if "@" in url.host:
-        raise NoSuchTier(f"a {url.scheme} tier takes its credentials from the environment; leave them out of the URL")
     try:
         stores = import_module("obstore.store")
     except ImportError:
         raise NoSuchTier(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
-    endpoint = url.options.get("endpoint", "")
-    if endpoint and not _is_address(endpoint):
-        raise NoSuchTier(f'{place}: its endpoint is no address such as "https://objects.example:9000"')
-    if endpoint.startswith("http://") and url.options.get("allow_http") != "true":
-        raise NoSuchTier(f'{place}: its endpoint is not encrypted; use https, or add "allow_http=true"')
-    if endpoint.startswith("http://") and "ca_file" in url.options:
-        raise NoSuchTier(f"{place}: ca_file is for TLS; write https in its endpoint, or leave ca_file out")
+    if amiss := _variable_amiss(url):
+        raise NoSuchTier(f"{place}: {amiss}")
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     folder = _folder(url, for_tool=for_tool) if url.scheme == "file" else None
     try:
@@ -391,6 +375,34 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
     except StoreError:
         pass
     return bucket
+
+
+_OF_S3: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_VARIABLES: Final = {
+    "s3": _OF_S3,
+    "gs": (
+        "GOOGLE_SERVICE_ACCOUNT",
+        "GOOGLE_SERVICE_ACCOUNT_PATH",
+        "GOOGLE_SERVICE_ACCOUNT_KEY",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+    ),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+}
+"""The variables with credentials of which obstore takes an empty one for a value."""
+
+
+def _variable_amiss(url: TierURL) -> str:
+    """A variable with credentials that cannot be right, and what to do; empty if there is none."""
+    if url.options.get("anonymous") == "true":
+        return ""
+    for name in _VARIABLES.get(url.scheme, ()):
+        if os.environ.get(name) == "":
+            return f"{name} is empty in the environment; set it to its value, or unset it"
+    given = [name for name in _OF_S3 if name in os.environ]
+    if url.scheme == "s3" and len(given) == 1:
+        (other,) = {*_OF_S3} - {*given}
+        return f"{given[0]} is set in the environment and {other} is not; set both, or neither"
+    return ""
 
 
 _PROBED: Final = "kvpact-is-not-an-object"

@@ -5,6 +5,7 @@ Owns how keys are spread over servers and the error of a failed call. Retries on
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,6 +88,9 @@ class Batches:
             message = f"no answer within {self._timeout:g} s" if isinstance(error, TimeoutError) else reason_of(error)
             if "OOM " in message:
                 message += "; set its maxmemory-policy to allkeys-lru"
+            if "NOPERM " in message:
+                command = re.search(r"'([\w|-]+)' command", message)
+                message += f"; allow it, like ACL SETUSER name {f'+{command[1]}' if command else '~*'}"
             raise StoreError(f"{self.place}: {message}") from None
 
 

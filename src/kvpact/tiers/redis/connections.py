@@ -31,6 +31,9 @@ _SMALL_BYTES: Final = 8 << 10
 _MAX_REPLY: Final = 1 << 20
 """Maximum length of a reply that is not read into buffers; a longer one answers no command of ours."""
 
+_HANDSHAKE_SHARE: Final = 0.5
+"""The part of the time for a connection with TLS; in the rest a server that stays silent is asked without."""
+
 _DEEPEST_REPLY: Final = 8
 """Maximum depth of nested lists; CLUSTER SLOTS has four."""
 
@@ -221,9 +224,11 @@ class Credentials:
             "host": address[0], "port": address[1], "protocol": 2, "retry": Retry(NoBackoff(), 0),
             "socket_timeout": seconds, "socket_connect_timeout": seconds, "socket_keepalive": True, "db": self.database,
         }  # fmt: skip
+        deadline = time.monotonic() + seconds
         if password := self._password():
             options |= {"username": self.user or None, "password": password}
         if self.tls:
+            options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), seconds * _HANDSHAKE_SHARE)
             options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": self.ca_file}
             options |= {"ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
         connection: Any = (redis.SSLConnection if self.tls else redis.Connection)(**options)
@@ -237,6 +242,8 @@ class Credentials:
         except AuthenticationError:
             raise StoreError(f"{where} refuses the user or the password") from None
         except (RedisError, OSError) as error:
+            if self.tls and _answers_without_tls(address, deadline):
+                raise StoreError(f"{where}: the server does not speak TLS; write redis instead of rediss") from None
             message = str(error) or type(error).__name__
             for secret in filter(None, (password, self.user)):
                 message = message.replace(secret, "***")
@@ -250,6 +257,32 @@ class Credentials:
             return Path(self.password_file).read_text(encoding="utf-8").strip("\r\n")
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot read the password file {self.password_file}: {type(error).__name__}") from None
+
+
+def _answers_without_tls(address: Address, deadline: float) -> bool:
+    """Whether a server answers a PING in plain text; nothing secret is sent."""
+    import redis
+    from redis import RedisError
+    from redis.exceptions import AuthenticationError, ResponseError
+
+    kind: Any = redis.Connection
+    try:
+        seconds = seconds_until(deadline)
+        plain = kind(
+            host=address[0], port=address[1], socket_timeout=seconds, socket_connect_timeout=seconds, protocol=2
+        )
+    except TimeoutError:
+        return False
+    try:
+        plain.connect()
+        plain.send_command("PING", check_health=False)
+        return bool(plain.read_response())
+    except (AuthenticationError, ResponseError):
+        return True
+    except (RedisError, OSError):
+        return False
+    finally:
+        plain.disconnect()
 
 
 class Pool:

@@ -9,11 +9,9 @@ from urllib.parse import unquote
 from kvpact.errors import NoSuchTier
 from kvpact.tiers.redis.batches import Batches
 from kvpact.tiers.redis.connections import Credentials, Pool
-from kvpact.tiers.redis.parts import MAX_PART, MIN_PART
 from kvpact.tiers.redis.servers import Cluster, OneServer, Sentinels, Servers
 from kvpact.tiers.redis.store import RedisStore
 from kvpact.tiers.urls import TierURL
-from kvpact.units import format_size
 
 TIMEOUT_SECONDS: Final = 2.0
 """Seconds until a call of the store ends, if the URL has no `timeout`."""
@@ -44,11 +42,6 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     options = url.options
     tls = base == "rediss"
     sentinel_tls = options["sentinel_tls"] == "true" if "sentinel_tls" in options else tls
-    for name in () if tls or sentinel_tls else {"ca_file", "cert_file", "key_file"}.intersection(options):
-        raise NoSuchTier(f"{url}: {name} is for TLS; write rediss instead of redis")
-    part_bytes = url.size("part", PART_BYTES)
-    if not MIN_PART <= part_bytes <= MAX_PART:
-        raise NoSuchTier(f"{url}: part must be from {format_size(MIN_PART)} to {format_size(MAX_PART)}")
     expiry = url.seconds("expiry", 0.0) if "expiry" in options else None
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     if for_tool:
@@ -69,4 +62,4 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     else:
         servers = OneServer(addresses[0])
     place = f"{url.scheme}://{url.host.rpartition('@')[2]}{url.path}"
-    return RedisStore(Batches(servers, pool, place, timeout), part_bytes=part_bytes, expiry=expiry)
+    return RedisStore(Batches(servers, pool, place, timeout), part_bytes=url.size("part", PART_BYTES), expiry=expiry)

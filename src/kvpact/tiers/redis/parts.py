@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvpact.tiers.base import HEADER_BYTES
+from kvpact.tiers.redis import MAX_PART, MIN_PART
 
 _PART_PREFIX: Final = b"kvpact-part:"
-MAX_PART: Final = 512 << 20
-MIN_PART: Final = 4 << 10
 _MAX_PARTS: Final = 1 << 16
 
 _FIRST_PARTS: Final = 16
