@@ -128,7 +128,8 @@ def _why_unserved(model: Any, groups: EngineGroups) -> str:
             f"this release of vLLM cannot be told that a load of blocks of {len(groups.layers)} KV cache group(s), not "
             "all of full attention, failed: this model runs without kvpact; use vLLM 0.30 or later"
         )
-    longest, least = int(model.max_model_len), groups.groups.alignment
+    longest = int(model.max_model_len)
+    least = groups.groups.alignment
     if longest > least:
         return ""
     return (
