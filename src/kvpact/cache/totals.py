@@ -43,7 +43,9 @@ def found_in(positions: BlockRange, sources: Sources, block_size: int) -> Iterat
     if sources is NO_SOURCES and positions.count:
         yield MEMORY, positions.count
         return
-    at, tiers, amounts = positions.start, list[str](), list[int]()
+    at = positions.start
+    tiers = list[str]()
+    amounts = list[int]()
     for end, tier in (*sources.rows, (positions.end, MEMORY)):
         if (upto := min(positions.end, end * block_size)) > at:
             tiers.append(tier)

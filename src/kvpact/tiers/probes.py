@@ -32,7 +32,9 @@ class Probes:
     """Puts to the test what keeps one store from being asked: its breakers, and that it is too slow."""
 
     def __init__(self, lookups: Breaker, reads: Breaker, costs: TierCosts) -> None:
-        self._lookups, self._reads, self._costs = lookups, reads, costs
+        self._lookups = lookups
+        self._reads = reads
+        self._costs = costs
         self._slow: dict[Asked, Belief] = {}
         """Operations for which the engine computed what it lacks, because that was sooner."""
         self._due_at = -inf

@@ -348,7 +348,8 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
         stores = import_module("obstore.store")
     except ImportError:
         raise NoSuchTier(f"{place} needs the package obstore: pip install 'kvpact[s3]'") from None
-    if amiss := _variable_amiss(url):
+    amiss = _variable_amiss(url)
+    if amiss:
         raise NoSuchTier(f"{place}: {amiss}")
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     folder = _folder(url, for_tool=for_tool) if url.scheme == "file" else None
