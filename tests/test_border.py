@@ -33,9 +33,10 @@ from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock
 from kvpact.tiers.mooncake.store import MooncakeStore
 from kvpact.tiers.objects.packs import PACK_FORMAT, PACK_MAGIC, decode_pack
 from kvpact.tiers.record import RECORD_FORMAT, RECORD_MAGIC
+from kvpact.tiers.redis import MAX_PART
 from kvpact.tiers.redis.batches import Batches
 from kvpact.tiers.redis.connections import Connection
-from kvpact.tiers.redis.parts import MAX_PART, SPLIT_MAGIC, SplitHead
+from kvpact.tiers.redis.parts import SPLIT_MAGIC, SplitHead
 from kvpact.tiers.registry import TierContext
 from kvpact.tiers.shared.store import StoreError, StoreUsage
 from kvpact.tiers.urls import parse_tier_url

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -226,14 +226,6 @@ def server(shared_server: RedisServer) -> RedisServer:
     with shared_server.client() as client:
         client.flushall()
     return shared_server
-
-
-@contextmanager
-def closing(tier: SharedTier) -> Iterator[SharedTier]:
-    try:
-        yield tier
-    finally:
-        tier.close()
 
 
 def test_valkey_is_what_is_tested_under_this_name_and_its_clusters_too(tmp_path: Path) -> None:
