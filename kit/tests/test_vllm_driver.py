@@ -205,9 +205,10 @@ def all_loads_fail_beside(other: Mapping[str, Any], harness: Harness) -> None:
     ],
 )
 def test_h48_what_kvpact_fails_to_load_is_stored_by_others_only_if_the_step_waits_for_it(
-    configuration: str, other: str, broken: set[str]
+    configuration: str, other: str, broken: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This is why none does beside another connector: `test_refused_early.py`."""
+    monkeypatch.setattr("kvpact.vllm.checks.let_no_step_wait", lambda settings: None)  # the plug-in may be loaded
     harness = Harness(VllmDriver(PACT, CONFIGURATIONS[configuration]).subject)
     harness.judge(partial(all_loads_fail_beside, STORE_AT_ONCE[other]))
     assert {violation.broken for violation in harness.violations} == broken, harness.violations

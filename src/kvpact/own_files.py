@@ -370,14 +370,26 @@ def _make_folder(path: Path, wanted: Path) -> None:
 def require_makeable(wanted: Path) -> None:
     """Raise NotOurs if `wanted` cannot be made, or a folder in it if it is there.
 
-    Tried with a folder of another name, which is removed at once: whoever only asks makes nothing that stays.
+    Tried with a file that has no name, which changes nothing; where the file system has none of these, or refuses it,
+    with a folder of another name, which is removed at once.
     """
     place = wanted if os.path.lexists(wanted) else wanted.parent
     if not place.is_dir():
         raise NotOurs(f"{place} is not a directory" if os.path.lexists(place) else f"there is no directory {place}")
+    if _takes_unnamed_files(place):
+        return
     probe = place / f".{OWN_FOLDER}-{secrets.token_hex(8)}"
     _make_folder(probe, wanted)
     os.rmdir(probe)
+
+
+def _takes_unnamed_files(place: Path) -> bool:
+    try:
+        descriptor = os.open(place, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    os.close(descriptor)
+    return True
 
 
 def _open_path(path: Path) -> int:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 def not_judged_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations of beds are refused by the connector alone, though some test has loaded vLLM's plug-in here."""
     if find_spec("vllm") is not None:
-        monkeypatch.setattr(import_module("kvpact.vllm.checks"), "check_configuration", lambda config: None)
+        checks = import_module("kvpact.vllm.checks")
+        for judge in ("check_configuration", "let_no_step_wait"):
+            monkeypatch.setattr(checks, judge, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.limits import total_memory_bytes
 from kvpact.vllm import PactConnector, plugin
-from kvpact.vllm.checks import check_configuration
+from kvpact.vllm.checks import check_configuration, let_no_step_wait
 from kvpact.vllm.compat.platforms import OUR_CLASSES
 from kvpact_testkit.vllm.compat import EngineSettings, make_vllm_config
 from kvpact_testkit.vllm.harness import under_multi_connector
@@ -34,6 +34,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     decides = "_post_init_kv_transfer_config"
     monkeypatch.setattr(VllmConfig, decides, getattr(VllmConfig, decides))
     monkeypatch.setattr("kvpact.vllm.checks.check_configuration", check_configuration)
+    monkeypatch.setattr("kvpact.vllm.checks.let_no_step_wait", let_no_step_wait)
     plugin.register()
 
 

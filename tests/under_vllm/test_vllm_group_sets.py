@@ -34,12 +34,13 @@ FULL = vllm.FullAttentionSpec(**SHAPE)
 WINDOW = vllm.SlidingWindowSpec(**SHAPE, sliding_window=40)
 CHUNK = vllm.ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
 STATE = vllm.MambaSpec(block_size=16, shapes=((8, 8),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
-PLAIN: Any = SimpleNamespace(speculative_config=None)
+MODEL = SimpleNamespace(runner_type="generate", max_model_len=4096)
+PLAIN: Any = SimpleNamespace(speculative_config=None, model_config=MODEL)
 
 
 def draft(*, eagle: bool) -> Any:
     """The configuration of an engine with speculative decoding."""
-    return SimpleNamespace(speculative_config=SimpleNamespace(use_eagle=lambda: eagle))
+    return SimpleNamespace(speculative_config=SimpleNamespace(use_eagle=lambda: eagle), model_config=MODEL)
 
 
 def model(*specs: Any, marked: Sequence[int] = (), num_blocks: int = 10, **more: Any) -> Any:

@@ -123,10 +123,12 @@ class TierSet:
 
         Returns whether one came.
         """
-        changed = [client for client in self.clients if client.use_what_is_there()]
-        for client in changed:
-            self.contents[client].forget()
-        return not all(client.is_awaited for client in changed)
+        came = False
+        for client in self.clients:
+            if client.use_what_is_there():
+                self.contents[client].forget()
+                came |= not client.is_awaited
+        return came
 
     def may_share(self, epoch: Epoch) -> bool:
         """Whether shared tiers may hold blocks of this epoch: of a drawn one only if that is configured."""

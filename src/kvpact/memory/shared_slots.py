@@ -54,5 +54,7 @@ class SharedSlots(ArenaSegment):
 
     def close(self) -> None:
         """Unmap the slots, and free this rank's own memory."""
-        super().close()
         self._own.close()
+        self.notice = self._own.notice
+        self._usable = self._own._usable
+        super().close()
