@@ -131,7 +131,7 @@ def test_h128_of_a_tier_that_was_not_asked_nothing_is_claimed_and_of_one_that_is
     (away,) = free_ports(1)
     near = f"disk://{tmp_path}/near?capacity=64MiB"
     (tmp_path / "near").mkdir()
-    never = "s3://bucket?endpoint=ftp://x"
+    never = "az://container/x"
     engine = PlayedEngine(tmp_path, tiers=[near, f"redis://127.0.0.1:{away}", never])
     told = heard_by_the_page(engine)
     engine.run()
