@@ -27,6 +27,7 @@ PROMPTS = [prompt(9_000 + number, 3) for number in range(40)]
 """More than memory holds: asked about in turn, each is in the store alone."""
 SLOW_SECONDS = 8.0
 AGAIN_SECONDS = 30.0
+WAITED_FOR_SECONDS = 120.0
 
 
 @pytest.fixture
@@ -82,8 +83,13 @@ def test_h120_a_store_that_is_slow_once_gives_hits_again_within_thirty_seconds(
     for number in range(2 * len(PROMPTS)):
         ask(server, number)
     assert from_store() > 0, "the store is used"
-    proxy.holds_up = SLOW_SECONDS
-    slow = [seconds for number in range(len(PROMPTS)) if (seconds := ask(server, number)) > SLOW_SECONDS / 2]
+    slow: list[float] = []
+    until = time.monotonic() + WAITED_FOR_SECONDS
+    while not slow:
+        assert time.monotonic() < until, "no prompt waits for a slow answer"
+        proxy.holds_up = SLOW_SECONDS  # the answer to a write or a probe may be the one held up: nobody waits for that
+        times = [ask(server, number) for number in range(len(PROMPTS))]
+        slow = [seconds for seconds in times if seconds > SLOW_SECONDS / 2]
     assert len(slow) == 1, f"one prompt waits for the slow answer: {slow}"
     before, began, slowest = from_store(), time.monotonic(), 0.0
     while from_store() == before:
