@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.eviction import LeastRecentlyUsed
+from kvpact.index.lru import LeastRecentlyUsed
 from kvpact.index.key_table import FEW, KeyTable, Names, RowArray, zeros
 from kvpact.index.key_table import NONE as NONE
 from kvpact.index.slot_space import PlainSlots, SlotSpace
