@@ -212,7 +212,7 @@ class BlockIndex:
     @property
     def waiting_slots(self) -> int:
         """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
-        states = self._table.state[: self.usable_slots] if self._table.is_plain else self._table.state
+        states = self._table.state[: self.usable_slots] if self.space.is_plain else self._table.state
         return states.count(CANCELLED) + states.count(DOOMED)
 
     # Filling
@@ -285,7 +285,7 @@ class BlockIndex:
         parent = self.slot(keys[start - 1]) if start else table.root
         reservation = self._take_slots(len(wanted), table.chain_class, parent)
         if reservation is not None and (slots := reservation.slots):
-            table.reserve_chain(wanted, parent, slots, selection(slots))
+            table.reserve_chain(wanted, parent, slots, start, len(keys) - end)
         return reservation
 
     def _take_slots(self, count: int, slot_class: int, needed: int) -> Reservation | None:
@@ -365,7 +365,7 @@ class BlockIndex:
 
     def touch(self, key: BlockKey) -> None:
         """The chain up to `key` was used. O(1). Raises PactViolation if the key is unknown."""
-        self._table.policy.touch(self.slot(key))
+        self._table.policy.used((self.slot(key),))
 
     def pin(self, key: BlockKey) -> Pin:
         """Keep the known block `key` and the whole chain before it, until `unpin`.
@@ -383,7 +383,7 @@ class BlockIndex:
     def pin_each(self, keys: Sequence[BlockKey]) -> list[Pin]:
         """What `pin` does, and `touch`, for each of `keys`."""
         rows = self.slots_of(keys)
-        self._table.policy.touch_each(rows)
+        self._table.policy.used(rows)
         self._pinned += len(rows)
         for row in rows:
             self._pins[row] += 1

@@ -1,24 +1,27 @@
-"""The order in which an index evicts: least recently used first.
+"""Eviction policy: least recently used first.
 
-Owns the recency of every slot and the queue of candidates. Does not decide whether a slot may be evicted (the index
-passes a condition), and knows no keys and no chains.
+Owns the recency of every row and the queue of candidates. Knows no keys and no chains.
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpact.errors import PactViolation
-from kvpact.index.key_table import RowArray, zeros
+from kvpact.index.key_table import FEW, FloatArray, RowArray, zeros
+from kvpact.index.policy import Rows
 
-NEVER: Final = 1 << 63
-"""After every tick."""
+_NEVER: Final = 1 << 63
+"""Tick after every other."""
+
+_AFTER_STORED: Final = int(np.float64(np.inf).view(np.int64))
+"""Tick after every time, which is kept as the bits of its number: those of two numbers that are not negative have
+their order."""
 
 _SPAN_SHIFT: Final = 10
 """Ticks of one span, as a power of 2: when a span's turn comes its records are sorted, at most a tenth of a
@@ -28,7 +31,7 @@ millisecond of work."""
 class _Queue:
     """Records of one class by tick: a heap of those whose turn it is, and the others in spans of ticks, unsorted.
 
-    A record of a span is a slot's number and no object: 4 bytes, also in a queue of millions, and nothing for the
+    A record of a span is a row's number and no object: 4 bytes, also in a queue of millions, and nothing for the
     collection of garbage to walk over.
     """
 
@@ -36,32 +39,32 @@ class _Queue:
 
     def __init__(self) -> None:
         self.due: list[tuple[int, int]] = []
-        """A heap of (tick, slot) up to the span `due_until`."""
+        """A heap of (tick, row) up to the span `due_until`."""
         self.due_until = -1
         self.later: dict[int, array[int]] = {}
-        """Span -> slots, as they were offered."""
+        """Span -> rows, as they were offered."""
         self.spans: list[int] = []
         """A heap of the keys of `later`."""
         self.records = 0
 
-    def add(self, tick: int, slot: int) -> None:
+    def add(self, tick: int, row: int) -> None:
         self.records += 1
         span = tick >> _SPAN_SHIFT
         if span <= self.due_until:
-            heapq.heappush(self.due, (tick, slot))
-        elif (slots := self.later.get(span)) is not None:
-            slots.append(slot)
+            heapq.heappush(self.due, (tick, row))
+        elif (rows := self.later.get(span)) is not None:
+            rows.append(row)
         else:
-            self.later[span] = array("i", (slot,))
+            self.later[span] = array("i", (row,))
             heapq.heappush(self.spans, span)
 
-    def fill(self, ticks: RowArray, slots: RowArray) -> None:
+    def fill(self, ticks: RowArray, rows: RowArray) -> None:
         """Add records, in the order of their ticks, to an empty queue."""
         spans = ticks >> _SPAN_SHIFT
         firsts = np.append(0, np.flatnonzero(spans[1:] != spans[:-1]) + 1).tolist()
-        for first, end in zip(firsts, [*firsts[1:], len(slots)], strict=True) if len(slots) else ():
-            self.later[int(spans[first])] = array("i", slots[first:end].astype(np.int32).tobytes())
-        self.spans, self.records = list(self.later), len(slots)
+        for first, end in zip(firsts, [*firsts[1:], len(rows)], strict=True) if len(rows) else ():
+            self.later[int(spans[first])] = array("i", rows[first:end].astype(np.int32).tobytes())
+        self.spans, self.records = list(self.later), len(rows)
 
     def pop(self) -> None:
         """Remove the first one of those that are due."""
@@ -69,153 +72,160 @@ class _Queue:
         self.records -= 1
 
     def next_span(self) -> Sequence[int]:
-        """The slots of the next span, which is due from now on."""
+        """The rows of the next span, which is due from now on."""
         self.due_until = heapq.heappop(self.spans)
-        slots = self.later.pop(self.due_until)
-        self.records -= len(slots)
-        return slots
+        rows = self.later.pop(self.due_until)
+        self.records -= len(rows)
+        return rows
 
-    def bound(self) -> tuple[int, int]:
-        """No record is before this (tick, slot)."""
+    def bound(self) -> int:
+        """Tick that no record is before."""
         if self.due:
-            return self.due[0]
-        return (self.spans[0] << _SPAN_SHIFT, -1) if self.spans else (NEVER, -1)
+            return self.due[0][0]
+        return self.spans[0] << _SPAN_SHIFT if self.spans else _NEVER
 
-    def slots(self) -> Iterator[int]:
-        yield from (slot for _, slot in self.due)
-        for slots in self.later.values():
-            yield from slots
+    def rows(self) -> Iterator[int]:
+        yield from (row for _, row in self.due)
+        for rows in self.later.values():
+            yield from rows
 
 
 class LeastRecentlyUsed:
-    """Recency of `num_slots` slots and, for each of several classes, a queue of those that were once evictable.
+    """Recency of `num_rows` rows and, for each of several classes, a queue of those that were once evictable leaves.
 
-    A queue keeps at most one record for a slot, however often the slot is used, filled and emptied, so its memory is
-    bounded by `num_slots` (H51); a slot that changes its class may leave one behind. A record may be out of date: uses
-    only ever make a slot younger, so a record is a lower bound, corrected when it comes up.
+    A queue keeps at most one record for a row, however often the row is used, filled and emptied, so its memory is
+    bounded by `num_rows` (H51); a row that changes its class may leave one behind. A record may be out of date: uses
+    only ever make a row younger, so a record is a lower bound, corrected when it comes up.
     """
 
-    __slots__ = ("_queued", "_queues", "tick", "used", "used_each")
+    __slots__ = ("_queued", "_queues", "_used", "_used_each", "now")
 
-    def __init__(self, num_slots: int, classes: int = 1) -> None:
-        self.tick = 0
+    def __init__(self, num_rows: int, classes: int) -> None:
+        self.now = 0
         """Uses since the start. For reading only."""
-        self.used_each, self.used = zeros(num_slots, "i8")
-        """Per slot when it was last used, in uses since the start (an order, not a time). For reading only."""
+        self._used_each, self._used = zeros(num_rows, "i8")
+        """Per row the tick of its last use (an order, not a time), which a block leaves to the one before it."""
         self._queues = [_Queue() for _ in range(classes)]
-        self._queued = bytearray(num_slots)
-        """Per slot the class in whose queue its record counts, plus 1; 0 without one."""
+        self._queued = bytearray(num_rows)
+        """Per row the class in whose queue its record counts, plus 1; 0 without one."""
 
-    def touch(self, slot: int) -> None:
-        """Make `slot` the most recently used."""
-        self.tick += 1
-        self.used[slot] = self.tick
+    def inserted(self, rows: slice | RowArray, slot_class: int, depth: int, left: int) -> None:
+        """See `EvictionPolicy`: the depth does not count."""
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        self._used_each[rows] = np.arange(self.now + 1, self.now + 1 + count)
+        self.now += count
 
-    def touch_each(self, slots: slice | Sequence[int] | RowArray) -> None:
-        """Make each of `slots` the most recently used, one after the other, a slot named twice by its last place."""
-        count = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
-        if count:
-            self.used_each[slots] = np.arange(self.tick + 1, self.tick + 1 + count)
-            self.tick += count
+    def attached(self, rows: slice | RowArray, slot_class: int, parents: Sequence[int]) -> None:
+        """See `EvictionPolicy`: the rows that they are attached to learn of their uses when they are gone."""
+        self.inserted(rows, slot_class, 0, 0)
 
-    def inherit(self, parent: int, used: int) -> None:
-        """Count the last use of a child as one of `parent` too; called when the child is removed, so that a touch costs
-        O(1)."""
-        if used > self.used[parent]:
-            self.used[parent] = used
+    def used(self, rows: Sequence[int]) -> None:
+        """See `EvictionPolicy`. O(1) for each row: blocks before it learn of its use when it is gone."""
+        for row in rows:
+            self.now += 1
+            self._used[row] = self.now
 
-    def offer(self, slot: int, slot_class: int = 0) -> None:
-        """`slot` became evictable. O(log n); nothing happens if it is queued already."""
-        if self._queued[slot] != slot_class + 1:
-            self._queued[slot] = slot_class + 1
-            self._queues[slot_class].add(self.used[slot], slot)
+    def offered(self, row: int, slot_class: int) -> None:
+        """See `EvictionPolicy`. O(log n); nothing happens if it is queued already."""
+        if self._queued[row] != slot_class + 1:
+            self._queued[row] = slot_class + 1
+            self._queues[slot_class].add(self._used[row], row)
 
-    def begin_restore(self) -> None:
-        """From now on each use is after every number that is stored as the time of a last use."""
-        self.tick = int(np.float64(np.inf).view(np.int64))
+    def next(self, rows: Rows, slot_class: int) -> int | None:
+        """See `EvictionPolicy`.
 
-    def see_stored(self, slots: RowArray, times: NDArray[np.float64]) -> None:
-        """Note when the blocks in these slots were last used, as any numbers that grow with time."""
-        self.used_each[slots] = (np.fmax(times, 0.0) + 0.0).view(np.int64)  # their order is the numbers'
+        Amortised O(log n): a stale record is dropped once for each time that it was queued, and corrected at most once
+        between two uses of its row.
+        """
+        queue, mark, used = self._queues[slot_class], slot_class + 1, self._used
+        due = queue.due
+        while due or queue.spans:
+            if not due:
+                for row in queue.next_span():
+                    if self._queued[row] == mark:
+                        queue.add(used[row], row)
+                continue
+            recorded, row = due[0]
+            if self._queued[row] != mark:
+                queue.pop()
+            elif not rows.evictable_leaf(row):
+                queue.pop()
+                self._queued[row] = 0
+            elif recorded < used[row]:
+                queue.pop()
+                queue.add(used[row], row)
+            else:
+                return row
+        return None
 
-    def stored(self, slot: int) -> float:
-        """The number that `see_stored` was given."""
-        return float(self.used_each[slot : slot + 1].view(np.float64)[0])
+    def take(self, rows: Rows, slot_class: int, most: int) -> range | None:
+        """See `EvictionPolicy`. A leaf goes with those before it that are used less recently than all other leaves."""
+        leaf = self.next(rows, slot_class)
+        if leaf is None:
+            return None
+        queue = self._queues[slot_class]
+        queue.pop()
+        self._queued[leaf] = 0
+        bound, first = queue.bound(), leaf
+        if most > 1 and self._used[leaf] < bound and (first := rows.evictable_from(leaf, most)) < leaf:
+            (stay,) = (self._used_each[first:leaf] >= bound).nonzero()
+            first += int(stay[-1]) + 1 if len(stay) else 0
+        return range(first, leaf + 1)
 
-    def restore(self, slots: RowArray, leaves: RowArray) -> None:
-        """Start with `slots`, used one after the other, of which the `leaves`, in the same order, are evictable."""
-        self.used_each[slots] = np.arange(1, len(slots) + 1)
-        self.tick = len(slots)
+    def gone(self, rows: Sequence[int], parent: int) -> None:
+        """See `EvictionPolicy`. Their last use counts as one of `parent`, too."""
+        last_use = self.last_use(rows)
+        if last_use > self._used[parent]:
+            self._used[parent] = last_use
+
+    def last_use(self, rows: Sequence[int]) -> int:
+        """See `EvictionPolicy`."""
+        if len(rows) == 1:
+            return self._used[rows[0]]
+        if isinstance(rows, range) and len(rows) >= FEW:
+            return int(self._used_each[rows.start : rows.stop].max())
+        return max(map(self._used.__getitem__, rows))
+
+    def restored(self, rows: RowArray, times: FloatArray) -> None:
+        """See `EvictionPolicy`."""
+        self.now = max(self.now, _AFTER_STORED)
+        self._used_each[rows] = (np.fmax(times, 0.0) + 0.0).view(np.int64)
+
+    def ranked(self, rows: RowArray) -> RowArray:
+        """See `EvictionPolicy`."""
+        rows = rows[::-1]
+        return rows[np.argsort(self._used_each[rows], kind="stable")]
+
+    def begin(self, rows: RowArray, leaves: RowArray) -> None:
+        """See `EvictionPolicy`."""
+        self._used_each[rows] = np.arange(1, len(rows) + 1)
+        self.now = len(rows)
         marks = np.frombuffer(self._queued, np.uint8)
         marks[:] = 0
         marks[leaves] = 1
         self._queues = [_Queue() for _ in self._queues]
-        self._queues[0].fill(self.used_each[leaves], leaves)
+        self._queues[0].fill(self._used_each[leaves], leaves)
 
-    def take(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:
-        """Remove and return the least recently used slot of a class for which `evictable` holds; None if none is
-        queued.
-
-        Amortised O(log n): a stale record is dropped once for each time that it was queued, and corrected at most once
-        between two uses of its slot.
-        """
-        slot = self.first(evictable, slot_class)
-        if slot is not None:
-            self._queues[slot_class].pop()
-            self._queued[slot] = 0
-        return slot
-
-    def bound(self, slot_class: int) -> tuple[int, int]:
-        """`take` would return a slot, which has no record, if it were offered now and (its last use, its number) is
-        less than this; it may return it otherwise, too."""
-        return self._queues[slot_class].bound()
-
-    def first(self, evictable: Callable[[int], bool], slot_class: int = 0) -> int | None:
-        """The slot that `take` would return."""
-        queue, mark, used = self._queues[slot_class], slot_class + 1, self.used
-        due = queue.due
-        while due or queue.spans:
-            if not due:
-                for slot in queue.next_span():
-                    if self._queued[slot] == mark:
-                        queue.add(used[slot], slot)
-                continue
-            recorded, slot = due[0]
-            if self._queued[slot] != mark:
-                queue.pop()
-            elif not evictable(slot):
-                queue.pop()
-                self._queued[slot] = 0
-            elif recorded < used[slot]:
-                queue.pop()
-                queue.add(used[slot], slot)
-            else:
-                return slot
-        return None
-
-    def check(self) -> None:
-        """Verify that no slot has two records, and none that is younger than the slot; raises PactViolation."""
+    def check(self, leaves: Sequence[int]) -> None:
+        """See `EvictionPolicy`. No row has two records, and none that is younger than the row."""
+        for row in leaves:
+            if not self._queued[row]:
+                raise PactViolation(f"row {row} could be evicted and is not queued")
         for slot_class, queue in enumerate(self._queues):
-            slots = [slot for slot in queue.slots() if self._queued[slot] == slot_class + 1]
-            twice = len(set(slots)) < len(slots) and len(self._queues) == 1
-            if twice or self._queued.count(slot_class + 1) != len(set(slots)):
-                raise PactViolation(f"the eviction queue and its marks disagree: {len(slots)} records")
-            if queue.records != len(list(queue.slots())) or queue.later.keys() != set(queue.spans):
+            rows = [row for row in queue.rows() if self._queued[row] == slot_class + 1]
+            twice = len(set(rows)) < len(rows) and len(self._queues) == 1
+            if twice or self._queued.count(slot_class + 1) != len(set(rows)):
+                raise PactViolation(f"the eviction queue and its marks disagree: {len(rows)} records")
+            if queue.records != len(list(queue.rows())) or queue.later.keys() != set(queue.spans):
                 raise PactViolation(f"the eviction queue counts {queue.records} records and has others")
+            if queue.records > len(self._queued):
+                raise PactViolation(f"the eviction queue has outgrown the rows: {queue.records} records")
             recorded = [
                 *queue.due,
-                *((span << _SPAN_SHIFT, slot) for span in queue.later for slot in queue.later[span]),
+                *((span << _SPAN_SHIFT, row) for span in queue.later for row in queue.later[span]),
             ]
-            for tick, slot in recorded:
-                if tick > self.used[slot]:
-                    raise PactViolation(f"slot {slot} is queued as younger than its last use")
+            for tick, row in recorded:
+                if tick > self._used[row]:
+                    raise PactViolation(f"row {row} is queued as younger than its last use")
             if min(queue.later, default=queue.due_until + 1) <= queue.due_until:
                 raise PactViolation("a span of the eviction queue is due and not sorted")
-
-    def queued(self, slot: int) -> bool:
-        """Whether `slot` has a record in the queue."""
-        return bool(self._queued[slot])
-
-    def __len__(self) -> int:
-        """Records in the longest queue, stale ones included; never more than the number of slots."""
-        return max(queue.records for queue in self._queues)

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.lru import LeastRecentlyUsed
 from kvpact.index.key_table import FEW, KeyTable, Names, RowArray, zeros
 from kvpact.index.key_table import NONE as NONE
+from kvpact.index.lru import LeastRecentlyUsed
+from kvpact.index.policy import EvictionPolicy
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 
 ROOT: Final[BlockKey] = b""
@@ -93,11 +94,7 @@ class Table:
         self.root = space.num_rows
         self.evictable = [0] * classes
         """Per class, blocks that nothing holds."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all rows; the space is its owner's."""
-        rows, classes = self.root + 1, len(self.evictable)
+        rows = self.root + 1
         self.keys = KeyTable(rows)
         self.is_side = bytearray(rows)
         self.is_side_each = np.frombuffer(self.is_side, np.uint8)
@@ -117,13 +114,7 @@ class Table:
         self.holds[self.root] = 1
         self.held = 0
         """Blocks in the state HELD."""
-        self.evictable = [0] * classes
-        self.policy = LeastRecentlyUsed(rows, classes)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every row is a slot, so that one that is withdrawn is nobody's."""
-        return isinstance(self.space, PlainSlots) and len(self.space.free) == 1
+        self.policy: EvictionPolicy = LeastRecentlyUsed(rows, classes)
 
     # Links
 
@@ -226,8 +217,7 @@ class Table:
             newly_held += unheld
             row = parent[row + 1 - unheld]
         holds[row] += 1
-        if newly_held:
-            self.evictable[self.chain_class] -= newly_held
+        self.evictable[self.chain_class] -= newly_held
 
     def release(self, row: int) -> None:
         """Remove a hold. A row without holds becomes evictable, or free if its block was dropped."""
@@ -246,14 +236,13 @@ class Table:
             else:
                 evictable += top == row
                 if first_child[row] == NONE:
-                    self.policy.offer(row, slot_class)
+                    self.policy.offered(row, slot_class)
             row = parent[top]
             if slot_class != self.chain_class:
                 self.evictable[slot_class] += evictable
                 slot_class, evictable = self.chain_class, 0
         holds[row] -= 1
-        if evictable:
-            self.evictable[slot_class] += evictable
+        self.evictable[slot_class] += evictable
 
     def _held_by_next(self, row: int) -> int:
         """The first of the rows in a run up to `row` that have one hold each and are not dropped; `row` if few."""
@@ -272,16 +261,19 @@ class Table:
             self.state[row] = RESERVED
             self.holds[row] = 1
             self.hold(parent)
-        self.policy.touch_each(selection(rows))
+        self.policy.attached(selection(rows), self.space.class_of(rows[0]), parents)
 
-    def reserve_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int], at: slice | RowArray) -> None:
-        """Enter `keys`, one after the other, after `parent` into the unused `rows`, which have a writer now; `at`
-        selects the rows."""
+    def reserve_chain(self, keys: Sequence[BlockKey], parent: int, rows: Sequence[int], depth: int, left: int) -> None:
+        """Enter `keys`, one after the other, after `parent` into the unused `rows`, which have a writer now.
+
+        `depth` blocks of the chain come before them, and `left` after them.
+        """
+        at = selection(rows)
         self._link_chain(keys, parent, rows, at)
         self.state_each[at] = RESERVED
         self.holds_each[at] = 2  # of its writer, and of the row after it
         self.holds[rows[-1]] = 1
-        self.policy.touch_each(at)
+        self.policy.inserted(at, self.chain_class, depth, left)
         self.hold(parent)
 
     def _set_free(self, row: int) -> None:
@@ -291,6 +283,15 @@ class Table:
     def evictable_leaf(self, row: int) -> bool:
         """Whether nothing holds the row's block, and none of a chain follows it."""
         return self.holds[row] == 0 and self.state[row] == HELD and self.first_child[row] == NONE
+
+    def evictable_from(self, leaf: int, most: int) -> int:
+        """See `Rows`. Of few neighbours the leaf alone."""
+        start = self.start[leaf]
+        if leaf - start < FEW or most <= FEW or self.first_side[leaf] != NONE:
+            return leaf
+        above = slice(max(start, leaf - most + 1), leaf)
+        (stay,) = (self.parted(above) | (self.holds_each[above] != 0)).nonzero()
+        return above.start + (int(stay[-1]) + 1 if len(stay) else 0)
 
     def save(self, row: int, became_held: list[BlockKey]) -> None:
         """The row is filled: hold it as soon as its parent is held, and the saved blocks that waited for it."""
@@ -354,15 +355,13 @@ class Table:
 
     def remove(self, top: int) -> list[tuple[BlockKey, int]]:
         """Drop `top` and all after it, children first: their rows are free as soon as nothing needs them."""
-        order, parent = self.subtree(top), self.parent[top]
-        if self.cut(top) and self.holds[parent] == 0:
-            self.policy.offer(parent, self.chain_class)
+        order = self.subtree(top)
+        self._leave(order)
         order.reverse()
         at = np.array(order, np.int64)
         removed = list(zip(self.keys.keys(at), order, strict=True))
         self.keys.remove_each(at)
         for row in order:
-            self.policy.inherit(self.parent[row], self.policy.used[row])
             self.first_child[row] = self.first_side[row] = NONE
             state = self.state[row]
             self.state[row] = DOOMED
@@ -382,16 +381,23 @@ class Table:
         self.state[row] = DOOMED
         self.release(row)
 
-    def free_end(self, top: int, row: int, slot_class: int) -> None:
-        """Free the end of a chain, from `top` to `row`, neighbours that nothing holds; their keys are still there."""
-        if top < row:
-            self.state_each[top : row + 1] = FREE
+    def free_end(self, rows: range, slot_class: int) -> None:
+        """Free the end of a chain, neighbours that nothing holds; their keys are still there."""
+        if len(rows) > 1:
+            self.state_each[rows.start : rows.stop] = FREE
         else:
-            self.state[row] = FREE
-        self.cut(top)
-        self.held -= row + 1 - top
-        self.evictable[slot_class] -= row + 1 - top
-        self.space.give_back_each(range(row, top - 1, -1))
+            self.state[rows[0]] = FREE
+        self._leave(rows)
+        self.held -= len(rows)
+        self.evictable[slot_class] -= len(rows)
+        self.space.give_back_each(rows[::-1])
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Part the first of `rows`, with the others after it, from its parent, which may become evictable."""
+        parent = self.parent[rows[0]]
+        self.policy.gone(rows, parent)
+        if self.cut(rows[0]) and not self.holds[parent]:
+            self.policy.offered(parent, self.chain_class)
 
     # Rows that come from a table of stored blocks: only chains, and nothing holds them
 
@@ -458,12 +464,13 @@ class Table:
         free = np.zeros(self.root, bool)
         for some in (*self.space.free, self.space.parked if isinstance(self.space, PlainSlots) else ()):
             free[np.array(some, np.int64)] = True
-        usable = rows < (self.space.usable if self.is_plain else self.root)
-        accounted = known | free | dropped & usable
+        plain = self.space.is_plain
+        usable = rows < (self.space.usable if plain else self.root)
         require(bool((state <= DOOMED).all()), "a slot is in no state")
         require(int(known.sum()) == len(self.keys), "two keys share a slot")
         require(not (free & (known | dropped & usable)).any(), "the slots do not add up")
-        require(not self.is_plain or bool((accounted == usable).all()), "a slot is neither known, free nor waiting")
+        accounted = known | free | dropped & usable
+        require(not plain or bool((accounted == usable).all()), "a slot is neither known, free nor waiting")
         require(not (free & (state != FREE)).any(), "a slot in the free list is in use")
         numbers = rows[known]
         require(sorted(self.keys.lists()) == numbers.tolist(), "not exactly the known blocks are in the table of keys")
@@ -497,18 +504,12 @@ class Table:
         require_none(known & (state == HELD) & ~leads, "slot {row} is held without its parent")
         require_none(known & (state == SAVED) & leads, "slot {row} waits for a held parent")
         require_none(known & (self.is_side_each[parent] != 0), "slot {row} hangs on slot {parent}, a side block")
-        for row in rows[known & (holds[: self.root] == 0)].tolist():
-            if self.evictable_leaf(row):
-                require(self.policy.queued(row), f"slot {row} could be evicted and is not queued")
+        self.policy.check([*filter(self.evictable_leaf, rows[known & (holds[: self.root] == 0)].tolist())])
         require(bool(holds[: self.root][dropped].all()), "a dropped slot that nothing needs is not free")
         require(self.held == int((state == HELD).sum()), "the number of held blocks is wrong")
         unheld = [self.space.class_of(row) for row in rows[known & (holds[: self.root] == 0)].tolist()]
-        for slot_class, evictable in enumerate(self.evictable):
-            require(
-                evictable == unheld.count(slot_class), f"the number of evictable blocks of class {slot_class} is wrong"
-            )
-        require(len(self.policy) <= self.root, "the eviction queue has outgrown the slots")
-        self.policy.check()
+        counted_each = [*map(unheld.count, range(len(self.evictable)))]
+        require(self.evictable == counted_each, f"{self.evictable} evictable blocks by class, and {counted_each} are")
 
 
 def _starts(follows: np.ndarray) -> RowArray:
