@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.key_table import FEW, RowArray, zeros
+from kvpact.index.links import selection
 from kvpact.index.losses import Losses
 from kvpact.index.restoring import Restoring
 from kvpact.index.slot_space import PlainSlots, SlotSpace
-from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table, selection
+from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table
 from kvpact.index.table import ROOT as ROOT
 from kvpact.index.table import State as State
 
@@ -111,7 +112,7 @@ class BlockIndex:
 
     def is_last(self, key: BlockKey) -> bool:
         """Whether no known block of its chain follows the known block `key`. Raises PactViolation if it is unknown."""
-        return self._table.first_child[self.slot(key)] == NONE
+        return self._table.links.first_child[self.slot(key)] == NONE
 
     def slots_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """The slots of known blocks, in order. Raises PactViolation if one is unknown."""
@@ -132,10 +133,10 @@ class BlockIndex:
         table = self._table
         runs: list[range] = []
         while count > 0:
-            first = max(table.start[row], row - count + 1)
+            first = max(table.links.start[row], row - count + 1)
             runs.append(range(first, row + 1))
             count -= row + 1 - first
-            row = table.parent[first]
+            row = table.links.parent[first]
         return runs[0] if len(runs) == 1 else [row for run in reversed(runs) for row in run]
 
     def find_each(self, keys: Sequence[BlockKey]) -> RowArray:
@@ -153,7 +154,7 @@ class BlockIndex:
     def ends(self, slots: RowArray) -> NDArray[np.bool_]:
         """Which of the known blocks in `slots` are not followed by the one that comes next there."""
         ends = np.ones(len(slots), np.bool_)
-        ends[:-1] = self._table.parent_each[slots[1:]] != slots[:-1]
+        ends[:-1] = self._table.links.parent_each[slots[1:]] != slots[:-1]
         return ends
 
     def chain(self, key: BlockKey) -> list[BlockKey]:
@@ -166,7 +167,7 @@ class BlockIndex:
         row = table.root if key == ROOT else self.slot(key)
         while row != table.root:
             keys.append(table.keys.key(row))
-            row = table.parent[row]
+            row = table.links.parent[row]
         return keys[::-1]
 
     def key_at(self, slot: int) -> BlockKey | None:
@@ -178,7 +179,7 @@ class BlockIndex:
 
     def is_side(self, slot: int) -> bool:
         """Whether the known block in `slot` is a side block: it hangs on a chain's block and has none after it."""
-        return bool(self._table.is_side[slot])
+        return bool(self._table.links.is_side[slot])
 
     def state(self, slot: int) -> State:
         """The state of `slot`."""
@@ -312,7 +313,7 @@ class BlockIndex:
             return Reservation(())
         rows = self.slots_of(parents)
         are_new = len(set(keys)) == len(keys) and (self.find_each(keys) == NONE).all()
-        if not are_new or any(map(self._table.is_side.__getitem__, rows)):
+        if not are_new or any(map(self._table.links.is_side.__getitem__, rows)):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
         reservation = self._take_slots(len(keys), slot_class, rows[-1])
         if reservation is not None:
@@ -414,6 +415,6 @@ class BlockIndex:
         """Forget every block, as `drop` does for one chain."""
         table = self._table
         removed: list[tuple[BlockKey, int]] = []
-        while (first := table.first_child[table.root]) != NONE:
+        while (first := table.links.first_child[table.root]) != NONE:
             removed += table.remove(first)
         return removed

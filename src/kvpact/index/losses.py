@@ -83,7 +83,7 @@ class Losses:
             if rows is None:
                 evictable = table.evictable[slot_class]
                 raise PactViolation(f"{evictable} blocks count as evictable, but the policy has none to evict")
-            if table.first_side[rows[-1]] == NONE:
+            if table.links.first_side[rows[-1]] == NONE:
                 table.free_end(rows, slot_class)
                 continue
             if len(free) > first:
@@ -114,7 +114,7 @@ class Losses:
 
         A chain counts as used now if it goes on for `FAR` blocks or more.
         """
-        first_child = self._table.first_child
+        first_child = self._table.links.first_child
         if self._table.state[row] == FREE:
             return 0
         if self.is_needed(row):

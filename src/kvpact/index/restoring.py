@@ -74,14 +74,14 @@ class Restoring:
         in that time may not count.
         """
         table = self._table
-        table.join_runs()
+        table.links.join_runs(table.state_each == HELD)
         return table.policy.ranked(np.flatnonzero(table.state_each[: table.root] == HELD))
 
     def end(self, order: RowArray) -> None:
         """Hand out the free slots; `order` is what `order_of_use` has returned."""
         table, states = self._table, self._table.state_each
         rows = order[states[order] == HELD]
-        table.policy.begin(rows, rows[table.first_child_each[rows] == NONE])
+        table.policy.begin(rows, rows[table.links.first_child_each[rows] == NONE])
         table.space.restore({0: np.flatnonzero(states[: table.root] != FREE)})
 
     # Blocks with one key
