@@ -19,22 +19,12 @@ from kvpact.identity.keys import BlockKey
 from kvpact.index.key_table import FEW, RowArray, zeros
 from kvpact.index.links import selection
 from kvpact.index.losses import Losses
+from kvpact.index.losses import Reservation as Reservation
 from kvpact.index.restoring import Restoring
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table
 from kvpact.index.table import ROOT as ROOT
 from kvpact.index.table import State as State
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Slots for a run of keys, in the keys' order, and how many blocks were evicted to make room.
-
-    Many neighbours are a range. Every slot ends with `complete` or `abandon`, exactly once.
-    """
-
-    slots: tuple[int, ...] | range
-    evicted: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -104,10 +94,10 @@ class BlockIndex:
         return len(self._table.keys)
 
     def slot(self, key: BlockKey) -> int:
-        """The slot of a known block. Raises PactViolation if the key is unknown."""
+        """Slot of a known block. Raises PactViolation if the key is unknown."""
         row = self._table.keys.find(key)
         if row == NONE:
-            raise PactViolation(f"block {key.hex()[:16]!r} is not in the index; ask known_prefix() or `in` first")
+            raise _unknown(key)
         return row
 
     def is_last(self, key: BlockKey) -> bool:
@@ -243,15 +233,8 @@ class BlockIndex:
         memory. Raises PactViolation if `parent` is unknown.
         """
         table = self._table
-        slot_class = table.chain_class if slot_class is None else slot_class
         row = table.root if parent == ROOT else self.slot(parent)
-        table.hold(row)
-        free = self.space.free[slot_class]
-        if wanted > len(free):
-            self.space.obtain(slot_class, wanted - len(free), self._losses)
-        count = len(free) + table.evictable[slot_class]
-        table.release(row)
-        return count
+        return self._losses.reservable(row, wanted, table.chain_class if slot_class is None else slot_class)
 
     def make_room(self, slots: int) -> int:
         """Evict until so many slots of the chains' class are free, or nothing more can go; returns how many went.
@@ -284,22 +267,10 @@ class BlockIndex:
             known = self.known_prefix(keys)
             raise PactViolation(f"blocks [{start}, {end}) are not new; reserve from known_prefix() on, here {known}")
         parent = self.slot(keys[start - 1]) if start else table.root
-        reservation = self._take_slots(len(wanted), table.chain_class, parent)
+        reservation = self._losses.take(len(wanted), table.chain_class, parent)
         if reservation is not None and (slots := reservation.slots):
             table.reserve_chain(wanted, parent, slots, start, len(keys) - end)
         return reservation
-
-    def _take_slots(self, count: int, slot_class: int, needed: int) -> Reservation | None:
-        """So many slots, all or none, of a class; nothing of the chain up to the row `needed` is evicted for them."""
-        self._table.hold(needed)
-        try:
-            evicted = self._losses.make_room(count, slot_class)
-        finally:
-            self._table.release(needed)
-        if evicted is None:
-            return None
-        slots = self.space.take(count, slot_class)
-        return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def reserve_sides(
         self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], slot_class: int = 0
@@ -315,7 +286,7 @@ class BlockIndex:
         are_new = len(set(keys)) == len(keys) and (self.find_each(keys) == NONE).all()
         if not are_new or any(map(self._table.links.is_side.__getitem__, rows)):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
-        reservation = self._take_slots(len(keys), slot_class, rows[-1])
+        reservation = self._losses.take(len(keys), slot_class, rows[-1])
         if reservation is not None:
             self._table.reserve_sides(keys, rows, reservation.slots)
         return reservation
@@ -366,7 +337,10 @@ class BlockIndex:
 
     def touch(self, key: BlockKey) -> None:
         """The chain up to `key` was used. O(1). Raises PactViolation if the key is unknown."""
-        self._table.policy.used((self.slot(key),))
+        row = self._table.keys.find(key)
+        if row == NONE:
+            raise _unknown(key)
+        self._table.policy.used((row,))
 
     def pin(self, key: BlockKey) -> Pin:
         """Keep the known block `key` and the whole chain before it, until `unpin`.
@@ -418,3 +392,7 @@ class BlockIndex:
         while (first := table.links.first_child[table.root]) != NONE:
             removed += table.remove(first)
         return removed
+
+
+def _unknown(key: BlockKey) -> PactViolation:
+    return PactViolation(f"block {key.hex()[:16]!r} is not in the index; ask known_prefix() or `in` first")

@@ -7,6 +7,7 @@ its chain is in `table.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvpact.errors import PactViolation
@@ -23,6 +24,17 @@ FAR: Final = 256
 """Blocks after which nobody looks further for the last use of a chain."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots for a run of keys, in the keys' order, and how many blocks were evicted to make room.
+
+    Many neighbours are a range. Every slot ends with `complete` or `abandon`, exactly once.
+    """
+
+    slots: tuple[int, ...] | range
+    evicted: int = 0
+
+
 class Losses:
     """Makes room in a table; the `Blocks` that its slot space asks about."""
 
@@ -32,6 +44,32 @@ class Losses:
         self._table = table
         self._lost = 0
         """Blocks that extents lost when they changed their class, until a reservation tells it."""
+
+    def reservable(self, needed: int, wanted: int, slot_class: int) -> int:
+        """Slots of a class that a reservation after, or attached to, the row `needed` would get now.
+
+        If more are `wanted` than are free, the space may give the class more memory first.
+        """
+        table = self._table
+        table.hold(needed)
+        free = table.space.free[slot_class]
+        if wanted > len(free):
+            table.space.obtain(slot_class, wanted - len(free), self)
+        count = len(free) + table.evictable[slot_class]
+        table.release(needed)
+        return count
+
+    def take(self, count: int, slot_class: int, needed: int) -> Reservation | None:
+        """Take so many slots of a class, all or none; nothing of the chain up to the row `needed` is evicted."""
+        self._table.hold(needed)
+        try:
+            evicted = self.make_room(count, slot_class)
+        finally:
+            self._table.release(needed)
+        if evicted is None:
+            return None
+        slots = self._table.space.take(count, slot_class)
+        return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def make_room(self, slots: int, slot_class: int) -> int | None:
         """Evict until so many slots of a class are free; returns how many blocks went, None if that is not enough.

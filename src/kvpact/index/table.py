@@ -108,7 +108,8 @@ class Table:
             newly_held += unheld
             row = parent[row + 1 - unheld]
         holds[row] += 1
-        self.evictable[self.chain_class] -= newly_held
+        if newly_held:
+            self.evictable[self.chain_class] -= newly_held
 
     def release(self, row: int) -> None:
         """Remove a hold. A row without holds becomes evictable, or free if its block was dropped."""
@@ -133,7 +134,8 @@ class Table:
                 self.evictable[slot_class] += evictable
                 slot_class, evictable = self.chain_class, 0
         holds[row] -= 1
-        self.evictable[slot_class] += evictable
+        if evictable:
+            self.evictable[slot_class] += evictable
 
     def _held_by_next(self, row: int) -> int:
         """The first of the rows in a run up to `row` that have one hold each and are not dropped; `row` if few."""
