@@ -11,7 +11,7 @@ import pytest
 from kvpact.errors import PactViolation
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
 from kvpact.index.slot_space import PlainSlots
-from kvpact.index.table import Table, selection
+from kvpact.index.table import Table
 
 
 def named(path: str) -> bytes:
@@ -346,7 +346,7 @@ def test_check_notices_a_broken_invariant() -> None:
     for attribute, value in [("held", 3), ("evictable", [1])]:
         table = Table(PlainSlots(4), 1, 0)
         rows = table.space.take(2)
-        table.reserve_chain(chain("ab"), table.root, rows, selection(rows))
+        table.reserve_chain(chain("ab"), table.root, rows, 0, 0)
         table.check([0] * 5)
         setattr(table, attribute, value)
         with pytest.raises(PactViolation, match="lost an invariant"):

@@ -17,23 +17,14 @@ from numpy.typing import NDArray
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.index.key_table import FEW, RowArray, zeros
+from kvpact.index.links import selection
 from kvpact.index.losses import Losses
+from kvpact.index.losses import Reservation as Reservation
 from kvpact.index.restoring import Restoring
 from kvpact.index.slot_space import PlainSlots, SlotSpace
-from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table, selection
+from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table
 from kvpact.index.table import ROOT as ROOT
 from kvpact.index.table import State as State
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Slots for a run of keys, in the keys' order, and how many blocks were evicted to make room.
-
-    Many neighbours are a range. Every slot ends with `complete` or `abandon`, exactly once.
-    """
-
-    slots: tuple[int, ...] | range
-    evicted: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -103,15 +94,15 @@ class BlockIndex:
         return len(self._table.keys)
 
     def slot(self, key: BlockKey) -> int:
-        """The slot of a known block. Raises PactViolation if the key is unknown."""
+        """Slot of a known block. Raises PactViolation if the key is unknown."""
         row = self._table.keys.find(key)
         if row == NONE:
-            raise PactViolation(f"block {key.hex()[:16]!r} is not in the index; ask known_prefix() or `in` first")
+            raise _unknown(key)
         return row
 
     def is_last(self, key: BlockKey) -> bool:
         """Whether no known block of its chain follows the known block `key`. Raises PactViolation if it is unknown."""
-        return self._table.first_child[self.slot(key)] == NONE
+        return self._table.links.first_child[self.slot(key)] == NONE
 
     def slots_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """The slots of known blocks, in order. Raises PactViolation if one is unknown."""
@@ -132,10 +123,10 @@ class BlockIndex:
         table = self._table
         runs: list[range] = []
         while count > 0:
-            first = max(table.start[row], row - count + 1)
+            first = max(table.links.start[row], row - count + 1)
             runs.append(range(first, row + 1))
             count -= row + 1 - first
-            row = table.parent[first]
+            row = table.links.parent[first]
         return runs[0] if len(runs) == 1 else [row for run in reversed(runs) for row in run]
 
     def find_each(self, keys: Sequence[BlockKey]) -> RowArray:
@@ -153,7 +144,7 @@ class BlockIndex:
     def ends(self, slots: RowArray) -> NDArray[np.bool_]:
         """Which of the known blocks in `slots` are not followed by the one that comes next there."""
         ends = np.ones(len(slots), np.bool_)
-        ends[:-1] = self._table.parent_each[slots[1:]] != slots[:-1]
+        ends[:-1] = self._table.links.parent_each[slots[1:]] != slots[:-1]
         return ends
 
     def chain(self, key: BlockKey) -> list[BlockKey]:
@@ -166,7 +157,7 @@ class BlockIndex:
         row = table.root if key == ROOT else self.slot(key)
         while row != table.root:
             keys.append(table.keys.key(row))
-            row = table.parent[row]
+            row = table.links.parent[row]
         return keys[::-1]
 
     def key_at(self, slot: int) -> BlockKey | None:
@@ -178,7 +169,7 @@ class BlockIndex:
 
     def is_side(self, slot: int) -> bool:
         """Whether the known block in `slot` is a side block: it hangs on a chain's block and has none after it."""
-        return bool(self._table.is_side[slot])
+        return bool(self._table.links.is_side[slot])
 
     def state(self, slot: int) -> State:
         """The state of `slot`."""
@@ -212,7 +203,7 @@ class BlockIndex:
     @property
     def waiting_slots(self) -> int:
         """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
-        states = self._table.state[: self.usable_slots] if self._table.is_plain else self._table.state
+        states = self._table.state[: self.usable_slots] if self.space.is_plain else self._table.state
         return states.count(CANCELLED) + states.count(DOOMED)
 
     # Filling
@@ -242,15 +233,8 @@ class BlockIndex:
         memory. Raises PactViolation if `parent` is unknown.
         """
         table = self._table
-        slot_class = table.chain_class if slot_class is None else slot_class
         row = table.root if parent == ROOT else self.slot(parent)
-        table.hold(row)
-        free = self.space.free[slot_class]
-        if wanted > len(free):
-            self.space.obtain(slot_class, wanted - len(free), self._losses)
-        count = len(free) + table.evictable[slot_class]
-        table.release(row)
-        return count
+        return self._losses.reservable(row, wanted, table.chain_class if slot_class is None else slot_class)
 
     def make_room(self, slots: int) -> int:
         """Evict until so many slots of the chains' class are free, or nothing more can go; returns how many went.
@@ -283,22 +267,10 @@ class BlockIndex:
             known = self.known_prefix(keys)
             raise PactViolation(f"blocks [{start}, {end}) are not new; reserve from known_prefix() on, here {known}")
         parent = self.slot(keys[start - 1]) if start else table.root
-        reservation = self._take_slots(len(wanted), table.chain_class, parent)
+        reservation = self._losses.take(len(wanted), table.chain_class, parent)
         if reservation is not None and (slots := reservation.slots):
-            table.reserve_chain(wanted, parent, slots, selection(slots))
+            table.reserve_chain(wanted, parent, slots, start, len(keys) - end)
         return reservation
-
-    def _take_slots(self, count: int, slot_class: int, needed: int) -> Reservation | None:
-        """So many slots, all or none, of a class; nothing of the chain up to the row `needed` is evicted for them."""
-        self._table.hold(needed)
-        try:
-            evicted = self._losses.make_room(count, slot_class)
-        finally:
-            self._table.release(needed)
-        if evicted is None:
-            return None
-        slots = self.space.take(count, slot_class)
-        return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def reserve_sides(
         self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], slot_class: int = 0
@@ -312,9 +284,9 @@ class BlockIndex:
             return Reservation(())
         rows = self.slots_of(parents)
         are_new = len(set(keys)) == len(keys) and (self.find_each(keys) == NONE).all()
-        if not are_new or any(map(self._table.is_side.__getitem__, rows)):
+        if not are_new or any(map(self._table.links.is_side.__getitem__, rows)):
             raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
-        reservation = self._take_slots(len(keys), slot_class, rows[-1])
+        reservation = self._losses.take(len(keys), slot_class, rows[-1])
         if reservation is not None:
             self._table.reserve_sides(keys, rows, reservation.slots)
         return reservation
@@ -365,7 +337,10 @@ class BlockIndex:
 
     def touch(self, key: BlockKey) -> None:
         """The chain up to `key` was used. O(1). Raises PactViolation if the key is unknown."""
-        self._table.policy.touch(self.slot(key))
+        row = self._table.keys.find(key)
+        if row == NONE:
+            raise _unknown(key)
+        self._table.policy.used((row,))
 
     def pin(self, key: BlockKey) -> Pin:
         """Keep the known block `key` and the whole chain before it, until `unpin`.
@@ -383,7 +358,7 @@ class BlockIndex:
     def pin_each(self, keys: Sequence[BlockKey]) -> list[Pin]:
         """What `pin` does, and `touch`, for each of `keys`."""
         rows = self.slots_of(keys)
-        self._table.policy.touch_each(rows)
+        self._table.policy.used(rows)
         self._pinned += len(rows)
         for row in rows:
             self._pins[row] += 1
@@ -414,6 +389,10 @@ class BlockIndex:
         """Forget every block, as `drop` does for one chain."""
         table = self._table
         removed: list[tuple[BlockKey, int]] = []
-        while (first := table.first_child[table.root]) != NONE:
+        while (first := table.links.first_child[table.root]) != NONE:
             removed += table.remove(first)
         return removed
+
+
+def _unknown(key: BlockKey) -> PactViolation:
+    return PactViolation(f"block {key.hex()[:16]!r} is not in the index; ask known_prefix() or `in` first")

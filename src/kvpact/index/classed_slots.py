@@ -74,6 +74,7 @@ class ClassedSlots:
         "_spare",
         "_stride",
         "free",
+        "is_plain",
         "moved",
         "num_rows",
         "places",
@@ -94,6 +95,7 @@ class ClassedSlots:
         """Per class, slots in an extent."""
         self.moved = 0
         """Extents that one class has lost to another."""
+        self.is_plain = False
         self._num_extents = num_extents
         self.usable = num_extents if usable is None else usable
         self._stride = max(1, *places)

@@ -25,6 +25,7 @@ FEW: Final = 8
 """Below this many rows a loop over them is cheaper than calls of numpy."""
 
 RowArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
 Names: TypeAlias = NDArray[np.uint64]
 """Keys as numbers, an array of shape (keys, 4)."""
 

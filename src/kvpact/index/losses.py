@@ -7,6 +7,7 @@ its chain is in `table.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvpact.errors import PactViolation
@@ -23,6 +24,17 @@ FAR: Final = 256
 """Blocks after which nobody looks further for the last use of a chain."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots for a run of keys, in the keys' order, and how many blocks were evicted to make room.
+
+    Many neighbours are a range. Every slot ends with `complete` or `abandon`, exactly once.
+    """
+
+    slots: tuple[int, ...] | range
+    evicted: int = 0
+
+
 class Losses:
     """Makes room in a table; the `Blocks` that its slot space asks about."""
 
@@ -32,6 +44,32 @@ class Losses:
         self._table = table
         self._lost = 0
         """Blocks that extents lost when they changed their class, until a reservation tells it."""
+
+    def reservable(self, needed: int, wanted: int, slot_class: int) -> int:
+        """Slots of a class that a reservation after, or attached to, the row `needed` would get now.
+
+        If more are `wanted` than are free, the space may give the class more memory first.
+        """
+        table = self._table
+        table.hold(needed)
+        free = table.space.free[slot_class]
+        if wanted > len(free):
+            table.space.obtain(slot_class, wanted - len(free), self)
+        count = len(free) + table.evictable[slot_class]
+        table.release(needed)
+        return count
+
+    def take(self, count: int, slot_class: int, needed: int) -> Reservation | None:
+        """Take so many slots of a class, all or none; nothing of the chain up to the row `needed` is evicted."""
+        self._table.hold(needed)
+        try:
+            evicted = self.make_room(count, slot_class)
+        finally:
+            self._table.release(needed)
+        if evicted is None:
+            return None
+        slots = self._table.space.take(count, slot_class)
+        return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def make_room(self, slots: int, slot_class: int) -> int | None:
         """Evict until so many slots of a class are free; returns how many blocks went, None if that is not enough.
@@ -71,73 +109,38 @@ class Losses:
         return kept if kept >= FEW else 0
 
     def _evict(self, slot_class: int, wanted: int) -> int:
-        """Free the least recently used leaves of a class that nothing holds, with their side rows, until `wanted` of
+        """Free leaves of a class that nothing holds, with their side rows, as the policy takes them, until `wanted` of
         its slots are free; returns how many blocks went. There must be enough of them.
 
         The keys of neighbours in the list of free slots are taken away together.
         """
         table, free = self._table, self._table.space.free[slot_class]
-        policy, keys, first_side = table.policy, table.keys, table.first_side
-        known, first = len(keys), len(free)
+        keys, known, first = table.keys, len(table.keys), len(free)
         while len(free) < wanted:
-            row = policy.take(table.evictable_leaf, slot_class)
-            if row is None:
+            rows = table.policy.take(table, slot_class, wanted - len(free))
+            if rows is None:
                 evictable = table.evictable[slot_class]
-                raise PactViolation(f"{evictable} blocks count as evictable, but none is queued for eviction")
-            if first_side[row] != NONE:
-                keys.remove_each(free[first:])
-                table.remove(row)
-                first = len(free)
+                raise PactViolation(f"{evictable} blocks count as evictable, but the policy has none to evict")
+            if table.links.first_side[rows[-1]] == NONE:
+                table.free_end(rows, slot_class)
                 continue
-            top = self._evict_run(row, slot_class, wanted - len(free))
-            parent = table.parent[top]
-            while not (table.is_side[top] or table.holds[parent]) and table.first_child[parent] == NONE:
-                # A chain goes from its end on, without a way through the queue for each block.
-                is_next = (policy.used[parent], parent) < policy.bound(slot_class)
-                if len(free) >= wanted or first_side[parent] != NONE or not is_next:
-                    policy.offer(parent, slot_class)
-                    break
-                top = self._evict_run(parent, slot_class, wanted - len(free))
-                parent = table.parent[top]
+            if len(free) > first:
+                keys.remove_each(free[first:])
+            table.remove(rows[0])
+            first = len(free)
         keys.remove_each(free[first:])
         return known - len(keys)
-
-    def _evict_run(self, row: int, slot_class: int, most: int) -> int:
-        """Free `row`, a leaf that nothing holds, and of the run before it at most `most` rows that would be next.
-
-        Their keys are still to be taken away. Returns the first of them.
-        """
-        table = self._table
-        top, last_use = row, table.policy.used[row]
-        if row - table.start[row] >= FEW <= most - 1 and not table.is_side[row]:
-            top, last_use = self._next_to_go(row, slot_class, most)
-        table.policy.inherit(table.parent[top], last_use)
-        table.free_end(top, row, slot_class)
-        return top
-
-    def _next_to_go(self, row: int, slot_class: int, most: int) -> tuple[int, int]:
-        """The first of the rows in a run up to `row` that nothing holds, nothing else hangs on, and that are used less
-        recently than all else that is queued; and when one of them was last used."""
-        table, policy = self._table, self._table.policy
-        bound, last_use = policy.bound(slot_class)[0], policy.used[row]
-        if last_use >= bound:
-            return row, last_use
-        above = slice(max(table.start[row], row - most + 1), row)
-        used = policy.used_each[above]
-        (stays,) = (table.parted(above) | (table.holds_each[above] != 0) | (used >= bound)).nonzero()
-        top = int(stays[-1]) + 1 if len(stays) else 0
-        return above.start + top, int(used[top:].max(initial=last_use))
 
     # What a space asks when it moves memory from one class to another
 
     @property
     def now(self) -> int:
         """The tick of the last use of any block."""
-        return self._table.policy.tick
+        return self._table.policy.now
 
     def oldest(self, slot_class: int) -> int | None:
         """The row of this class that would be evicted next; None if all are free, or needed."""
-        return self._table.policy.first(self._table.evictable_leaf, slot_class)
+        return self._table.policy.next(self._table, slot_class)
 
     def is_needed(self, row: int) -> bool:
         """Whether the row cannot be freed now: a pin, a writer, or a block after it that has one, needs it."""
@@ -147,20 +150,19 @@ class Losses:
     def last_use(self, row: int) -> int | None:
         """The tick of the last use of the row's block and those after it; 0 of a free row; None if it is needed.
 
-        A chain counts as used now if it goes on for more than `FAR` blocks.
+        A chain counts as used now if it goes on for `FAR` blocks or more.
         """
-        first_child, used = self._table.first_child, self._table.policy.used
+        first_child = self._table.links.first_child
         if self._table.state[row] == FREE:
             return 0
         if self.is_needed(row):
             return None
-        use = used[row]
-        for _ in range(FAR):
-            row = first_child[row]
-            if row == NONE:
-                return use
-            use = max(use, used[row])
-        return self.now
+        rows = [row]
+        while (row := first_child[row]) != NONE:
+            if len(rows) == FAR:
+                return self.now
+            rows.append(row)
+        return self._table.policy.last_use(rows)
 
     def drop_rows(self, rows: Sequence[int]) -> None:
         """Forget the blocks in these rows, and all after them."""

@@ -6,9 +6,8 @@ Owns the blocks of which it is not known yet whether their chains reach the root
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvpact.index.key_table import NONE, Names, RowArray
+from kvpact.index.key_table import NONE, FloatArray, Names, RowArray
 from kvpact.index.table import FREE, HELD, Table
 
 _UNKNOWN, _REACHED = -2, -1
@@ -35,18 +34,16 @@ class Restoring:
         self._rejected: list[RowArray] = []
         self._settled_at = 0
         """Blocks that were held or waited when those that wait were looked at last."""
-        table.reset()
         table.space.restore({0: np.arange(table.space.usable)})
-        table.policy.begin_restore()
 
-    def add(self, slots: RowArray, keys: Names, parents: Names, last_used: NDArray[np.float64]) -> None:
+    def add(self, slots: RowArray, keys: Names, parents: Names, last_used: FloatArray) -> None:
         """Enter blocks of the table.
 
         `slots` are in ascending order, within the usable ones, and none was named before. `keys` and `parents` are of
         shape (blocks, 4), zeros for no parent. `last_used` is any number, not negative, that grows with time.
         """
-        slots, keys, parents, last_used = self._without_doubles(slots, keys, parents, last_used)
-        self._table.policy.see_stored(slots, last_used)
+        self._table.policy.restored(slots, last_used)
+        slots, keys, parents = self._without_doubles(slots, keys, parents)
         self._table.keys.add_hidden(keys, slots)
         known = self._table.held + sum(len(waiting) for waiting, _ in self._waiting) + len(slots)
         if known >= 2 * self._settled_at:
@@ -77,43 +74,41 @@ class Restoring:
         in that time may not count.
         """
         table = self._table
-        table.join_runs()
-        rows = np.flatnonzero(table.state_each[: table.root] == HELD)[::-1]
-        return rows[np.argsort(table.policy.used_each[rows], kind="stable")]
+        table.links.join_runs(table.state_each == HELD)
+        return table.policy.ranked(np.flatnonzero(table.state_each[: table.root] == HELD))
 
     def end(self, order: RowArray) -> None:
         """Hand out the free slots; `order` is what `order_of_use` has returned."""
         table, states = self._table, self._table.state_each
         rows = order[states[order] == HELD]
-        table.policy.restore(rows, rows[table.first_child_each[rows] == NONE])
+        table.policy.begin(rows, rows[table.links.first_child_each[rows] == NONE])
         table.space.restore({0: np.flatnonzero(states[: table.root] != FREE)})
 
     # Blocks with one key
 
-    def _without_doubles(
-        self, slots: RowArray, keys: Names, parents: Names, last_used: NDArray[np.float64]
-    ) -> tuple[RowArray, Names, Names, NDArray[np.float64]]:
+    def _without_doubles(self, slots: RowArray, keys: Names, parents: Names) -> tuple[RowArray, Names, Names]:
         """What is left after of each two blocks with one key one was rejected. There are none in a sound table."""
         older = self._table.keys.find_either(keys)
         clash = np.flatnonzero(older >= 0).tolist()
         words = np.sort(keys[:, 0])
         if not clash and not (words[1:] == words[:-1]).any():
-            return slots, keys, parents, last_used
-        keep, best = np.ones(len(slots), np.bool_), dict[bytes, int]()
-        times = np.fmax(last_used, 0.0)
+            return slots, keys, parents
+        keep = np.ones(len(slots), np.bool_)
+        best = dict[bytes, int]()
+        use = [self._table.policy.last_use((row,)) for row in slots.tolist()]
         for index in range(len(slots)):
             other = best.setdefault(keys[index].tobytes(), index)
             if other != index:
-                loser = other if times[index] > times[other] else index
+                loser = other if use[index] > use[other] else index
                 best[keys[index].tobytes()] = other + index - loser
                 keep[loser] = False
         for index in clash:
             there = int(older[index])
-            is_younger = float(times[index]) > self._table.policy.stored(there)
+            is_younger = use[index] > self._table.policy.last_use((there,))
             if keep[index] and not (is_younger and self._give_up(there)):
                 keep[index] = False
         self._rejected.append(slots[~keep])
-        return slots[keep], keys[keep], parents[keep], last_used[keep]
+        return slots[keep], keys[keep], parents[keep]
 
     def _give_up(self, row: int) -> bool:
         """Reject a block for a younger one of its key; what came after it waits. False if it is in use."""

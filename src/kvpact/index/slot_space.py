@@ -56,6 +56,8 @@ class SlotSpace(Protocol):
     """Rows of slots; those without payload come after them."""
     usable: int
     """Extents, from number 0 on, that are handed out. For reading only."""
+    is_plain: bool
+    """Whether every row is a slot, so that one that is withdrawn is nobody's."""
 
     @property
     def free(self) -> Sequence[Sequence[int]]:
@@ -98,12 +100,13 @@ class PlainSlots:
     With `names` a second class of so many rows that take no memory, after all slots: names of a chain.
     """
 
-    __slots__ = ("_names", "_num_slots", "_stack", "free", "num_rows", "parked", "slot_rows", "usable")
+    __slots__ = ("_names", "_num_slots", "_stack", "free", "is_plain", "num_rows", "parked", "slot_rows", "usable")
 
     def __init__(self, num_slots: int, usable: int | None = None, names: int = 0) -> None:
         """Only the first `usable` slots are handed out, until `use` says otherwise; None: all."""
         self._num_slots = self.slot_rows = num_slots
         self.num_rows = num_slots + names
+        self.is_plain = not names
         self.usable = num_slots if usable is None else usable
         self._stack = _without(range(self.usable), ())  # the first reservations get neighbouring slots
         self._names = _without(range(num_slots, self.num_rows), ())

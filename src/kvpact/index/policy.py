@@ -1,0 +1,88 @@
+"""Eviction policy: the calls by which an index tells it what happens to rows, and asks which of them go next.
+
+A policy owns everything that its order depends on; nothing else of the index reads that. The table alone knows which
+rows are held, so a policy asks it (`Rows`) before it gives a row up. `lru.py` has the only policy so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvpact.index.key_table import FloatArray, RowArray
+
+
+class Rows(Protocol):
+    """Questions of a policy about rows, answered by the table."""
+
+    def evictable_leaf(self, row: int) -> bool:
+        """Whether nothing holds the row's block, and no block of a chain follows it."""
+
+    def evictable_from(self, leaf: int, most: int) -> int:
+        """First of at most `most` neighbouring rows that can go together, each after the one before it, up to `leaf`.
+
+        An evictable leaf with attached rows goes alone.
+        """
+
+
+class EvictionPolicy(Protocol):
+    """Order in which an index with several slot classes evicts; each class is evicted for itself.
+
+    Rows are given in the order of their use. Rows of one chain are neighbours, or come one after the other; an
+    *attached* row belongs to a row of a chain and goes with it. A row that nobody offered is never taken.
+    """
+
+    @property
+    def now(self) -> int:
+        """Uses since the start: the time of the newest one."""
+
+    def inserted(self, rows: slice | RowArray, slot_class: int, depth: int, left: int) -> None:
+        """Blocks of a chain were entered into unused rows, which counts as a use.
+
+        `depth` blocks of the chain come before the first one, and `left` after the last one to the end of the prompt,
+        as far as its keys are known.
+        """
+
+    def attached(self, rows: slice | RowArray, slot_class: int, parents: Sequence[int]) -> None:
+        """Blocks were attached, each to one of the rows `parents`, which counts as a use of the block itself."""
+
+    def used(self, rows: Sequence[int]) -> None:
+        """Blocks were used, each with all blocks before it: later ones in `rows` count as used later."""
+
+    def offered(self, row: int, slot_class: int) -> None:
+        """`row` became an evictable leaf. It stays offered until `take` returns it, or finds it held again."""
+
+    def next(self, rows: Rows, slot_class: int) -> int | None:
+        """Row that `take` would return last; None if no row of this class can go."""
+
+    def take(self, rows: Rows, slot_class: int, most: int) -> range | None:
+        """Neighbouring rows to evict now, at most `most`, an offered evictable leaf as the last; None if there is none.
+
+        A policy may spare a leaf for another one as often as it wants, but not return None while it has one.
+        """
+
+    def gone(self, rows: Sequence[int], parent: int) -> None:
+        """Blocks were evicted or dropped, all of one subtree, whose first row came after `parent`."""
+
+    def last_use(self, rows: Sequence[int]) -> int:
+        """Time of the last use of any of these rows, as `now` counts it; memory is divided among classes by it."""
+
+    # After a restart: `restored` for each piece of a table of stored blocks, `ranked`, `begin`
+
+    def restored(self, rows: RowArray, times: FloatArray) -> None:
+        """Blocks were stored in these rows, and last used at these times: any numbers that grow, not negative.
+
+        They count as used before all that is used from now on. No row is offered until `begin`.
+        """
+
+    def ranked(self, rows: RowArray) -> RowArray:
+        """Restored rows, given in ascending order, in that of their use; of two used at one time the higher row first.
+
+        Other calls may run beside this one.
+        """
+
+    def begin(self, rows: RowArray, leaves: RowArray) -> None:
+        """Only the restored `rows` are there, ranked; the `leaves` among them, in the same order, are offered."""
+
+    def check(self, leaves: Sequence[int]) -> None:
+        """Verify the policy's invariants, and that all `leaves` are offered. Raises PactViolation."""
