@@ -368,7 +368,7 @@ def test_h61_reads_of_blocks_that_others_have_evicted_are_no_failures(host: Host
         while not (done := list(client.poll())):
             time.sleep(0.001)
         assert [each.in_a_row if isinstance(each, GetDone) else each for each in done] == [2 if number == 5 else 0]
-    assert not client.is_open
+    assert not client.health.is_paused
     client.executor.close(1.0)
 
 

@@ -180,7 +180,7 @@ def test_a_tier_that_refuses_the_mark_is_asked_again(monkeypatch: pytest.MonkeyP
         client.check(0.0)
         list(client.poll())
     assert client.close(5.0)
-    assert client.undeleted == 0
+    assert len(client.deletions) == 0
     assert got(shared_tier(DictionaryStore(records.records)), DOCUMENT) == 0
 
 
