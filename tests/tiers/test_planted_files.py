@@ -37,7 +37,7 @@ from kvpact.tiers.directory.store import DirectoryStore, open_directory
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.inspection import scan_directory, verify_slab
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.log_once import LogOnce
 from kvpact.tiers.record import FIELDS, RECORD_FORMAT, RECORD_MAGIC

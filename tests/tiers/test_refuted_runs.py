@@ -18,7 +18,7 @@ from kvpact.tiers.base import RecordHeader, chained, leading
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
-from kvpact.tiers.disk.slab import refute_in
+from kvpact.tiers.disk.superblock import refute_in
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.record import RecordMac

@@ -17,7 +17,8 @@ from kvpact.index.restoring import Restoring
 from kvpact.tiers.base import HEADER_BYTES, chained
 from kvpact.tiers.disk import header_table, own_slab
 from kvpact.tiers.disk.header_table import PIECE_SLOTS
-from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
+from kvpact.tiers.disk.slab import Slab
+from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.record import sound_in_slab
 from slab_scenes import NAMESPACE, filled, opened

@@ -23,7 +23,7 @@ from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
-from kvpact.tiers.disk.slab import PAGE_BYTES
+from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.vllm import checks
 from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDULER
 from kvpact.vllm.connector import PactConnector

@@ -17,7 +17,8 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import KEY_BYTES, BlockKey
 from kvpact.index.key_table import MAX_ROWS, NONE, KeyTable, Names, RowArray
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.disk.slab import Superblock, digest_table
+from kvpact.tiers.disk.slab import digest_table
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.record import FIELDS, sound_in_slab
 
 _NOTHING: Final = 0

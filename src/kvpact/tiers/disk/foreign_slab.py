@@ -21,8 +21,9 @@ from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordError
 from kvpact.tiers.disk.foreign_records import ForeignRecord, ForeignRecords
 from kvpact.tiers.disk.header_table import pieces_of
 from kvpact.tiers.disk.reading import GONE, Reading
-from kvpact.tiers.disk.slab import SlabReader, Superblock
+from kvpact.tiers.disk.slab import SlabReader
 from kvpact.tiers.disk.slab_opening import require_ours
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.record import bytes_of
 from kvpact.tiers.use_count import UseCount
 

@@ -16,8 +16,8 @@ from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.reading import Reading
-from kvpact.tiers.disk.slab import refuted_in
 from kvpact.tiers.disk.slab_directory import SlabDirectory
+from kvpact.tiers.disk.superblock import refuted_in
 
 
 class ForeignSlabs:

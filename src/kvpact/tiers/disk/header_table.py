@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.disk.slab import SlabReader, Superblock
+from kvpact.tiers.disk.slab import SlabReader
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.record import FIELDS, sound_in_slab
 
 PIECE_SLOTS: Final = 1 << 12

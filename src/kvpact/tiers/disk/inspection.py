@@ -19,8 +19,9 @@ from kvpact.errors import TierError
 from kvpact.own_files import OwnFolder, closing, open_own
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header
 from kvpact.tiers.disk.header_table import occupied, pieces_of
-from kvpact.tiers.disk.slab import PAGE_BYTES, SlabReader, Superblock, refuted_in
+from kvpact.tiers.disk.slab import SlabReader
 from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at, model_beside
+from kvpact.tiers.disk.superblock import PAGE_BYTES, Superblock, refuted_in
 from kvpact.tiers.record import GROUP_BYTES
 
 

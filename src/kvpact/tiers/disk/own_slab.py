@@ -21,10 +21,11 @@ from kvpact.index.key_table import NONE, RowArray
 from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import BlockBuffer, Entry, RecordHeader, payload_digest
 from kvpact.tiers.disk.reading import Reading
-from kvpact.tiers.disk.slab import Slab, refute_in
+from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.disk.slab_size import SlabSize
+from kvpact.tiers.disk.superblock import refute_in
 from kvpact.tiers.disk.two_threads import on_two_threads
 from kvpact.tiers.record import bytes_of, groups_of, new_run
 

@@ -18,8 +18,9 @@ from kvpact.errors import TierError, reason_of
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import Access, closing, open_own
 from kvpact.tiers.disk.file_lock import lock_file
-from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError, refuted_in
+from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_directory import ABSENT_S, NoRoomYet, Room, SlabDirectory
+from kvpact.tiers.disk.superblock import Superblock, SuperblockError, refuted_in
 from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,10 @@ from kvpact.tiers.disk import BACKEND
 from kvpact.tiers.disk.foreign_slabs import ForeignSlabs
 from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.reading import Reading
-from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
+from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_directory import ABSENT_S, LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, Room, SlabDirectory
 from kvpact.tiers.disk.slab_opening import SlabOpener
+from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.tiers.record import require_at_most
 from kvpact.tiers.registry import TierContext
 from kvpact.tiers.urls import TierURL
