@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, takewhile
+from itertools import chain, compress, takewhile
 from operator import not_
 from typing import Final
 
@@ -88,7 +88,8 @@ class ObjectStore(RecordStore):
         return leading([name in found for name in names])
 
     def _note_used(self, names: Sequence[str], found: Mapping[str, Pack]) -> None:
-        self.bucket.note_used([*dict.fromkeys(found[name].name for name in names if name in found)])
+        if self.bucket.files is not None:
+            self.bucket.files.note_used([*dict.fromkeys(found[name].name for name in names if name in found)])
 
     def locate(self, names: Sequence[str]) -> None:
         """See `SupportsPacks`."""
@@ -217,7 +218,7 @@ class ObjectStore(RecordStore):
     # Writing
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        self.bucket.tidy()
+        self._tidy()
         wanted = dict(zip(names, records, strict=True))
         packs = {name: encode_pack({name: record}) for name, record in wanted.items()}
         stored = self.bucket.each(lambda name: self._create(name, packs[name]), list(packs))
@@ -226,12 +227,16 @@ class ObjectStore(RecordStore):
 
     def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         """See `SupportsPacks`."""
-        self.bucket.tidy()
+        self._tidy()
         waiting = dict(zip(names, records, strict=True))
         while waiting:
             [stored] = self.bucket.each(partial(self._create, data=encode_pack(waiting)), [next(iter(waiting))])
             for name in [*waiting] if stored else self._join(waiting):
                 del waiting[name]
+
+    def _tidy(self) -> None:
+        if self.bucket.files is not None:
+            self.bucket.files.tidy()
 
     def _create(self, name: str, data: bytes, replaced: PackVersion | None = None) -> bool:
         """Store a new object, or replace that version; False if there is another one of this name."""
@@ -351,14 +356,17 @@ class ObjectStore(RecordStore):
         return None if pack is None else pack.records[name][1]
 
     def make_room(self, nbytes: int) -> int:
-        """See `RecordStore`. Of objects that are files; in a bucket its lifecycle rules make room."""
+        """Evict objects that are files; a bucket's lifecycle rules make room there."""
+        files = self.bucket.files
+        if files is None:
+            return 0
         self._unremovable.forget()
-        gone = self.bucket.remove_abandoned()
-        unfinished = sum(size for size, _ in self.bucket.unfinished())
-        files = self.bucket.by_use()
+        gone = files.remove_abandoned()
+        unfinished = sum(size for size, _ in files.unfinished())
+        by_use = files.by_use(chain.from_iterable(self.bucket.pages()))
         evicted = 0
-        left = nbytes - sum(gone) + (unfinished + sum(size for _, size, _ in files)) // SLACK_SHARE
-        for _, size, name in files:
+        left = nbytes - sum(gone) + (unfinished + sum(size for _, size, _ in by_use)) // SLACK_SHARE
+        for _, size, name in by_use:
             if left > 0 and key_of(name):
                 try:
                     self.bucket.delete(name)
@@ -376,10 +384,11 @@ class ObjectStore(RecordStore):
         return StoreUsage()
 
     def unfinished(self) -> StoreUsage:
-        return StoreUsage(sum(size for size, _ in self.bucket.unfinished()))
+        files = self.bucket.files
+        return StoreUsage(sum(size for size, _ in files.unfinished()) if files is not None else 0)
 
     def lost(self) -> str:
-        return self.bucket.folder.lost() if self.bucket.folder is not None else ""
+        return self.bucket.files.folder.lost() if self.bucket.files is not None else ""
 
     def close(self) -> None:
         self.bucket.close()
