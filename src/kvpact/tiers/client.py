@@ -40,14 +40,14 @@ Answer = TypeVar("Answer")
 
 
 class Gauges(Protocol):
-    """What `observe_tier` needs of the metrics."""
+    """Gauges and totals of a tier."""
 
     def set(self, name: str, value: float, label: str = "") -> None: ...
     def raise_to(self, name: str, total: int, label: str = "") -> None: ...
 
 
 class LentSlots:
-    """How many of `total` slots are lent to each tier, and how many more each may borrow."""
+    """Slots out of `total` that are lent to each tier, and the number that each may still borrow."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -58,9 +58,9 @@ class LentSlots:
         self._clients.append(client)
 
     def room_for(self, client: TierClient) -> int:
-        """How many more slots a tier may borrow: half of what the others leave. Below 0 if it has more than that.
+        """Slots that a tier may still borrow: half of what the others leave. Below 0 if it has more than that.
 
-        However many tiers hang with all the slots they may borrow, some slots stay free.
+        However many tiers do not answer and keep all the slots they may borrow, some slots stay free.
         """
         others = sum(other.lent for other in self._clients if other is not client)
         return (self._total - others + 1) // 2 - client.lent
@@ -76,10 +76,9 @@ class Deleted:
 class TierClient:
     """One tier. `poll` reports each submitted operation once, under the caller's op id; see `TierExecutor`.
 
-    A tier that fails, raises or hangs costs its own hits: after several failures in a row it is not asked, nor while
-    the engine computes sooner than it answers. Look-ups and reads have a breaker each, because a store may do one and
-    fail the other. A slow write is no failure: nothing waits for it. What keeps it from being asked is put to the test
-    by `probe`.
+    A tier that fails, raises or does not answer costs its own hits: after several failures in a row it is paused, and
+    while the engine computes sooner than it answers it is not asked. `probe` tests both. A slow write is no failure:
+    nothing waits for it.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class TierClient:
         self.executor = executor
         self.name = executor.label
         self._opened = executor.tier
-        """What is closed at the end: the tier, or who opens it."""
+        """The tier, or who opens it: closed at the end."""
         self._capacity = TierCapacity(0, 0, 0)
         self._counts = TierCounts()
         self._counts_before = TierCounts()
@@ -130,7 +129,7 @@ class TierClient:
         self.tier = tier
         self.executor.use(tier)
         self.shared = not tier.exclusive
-        """Whether other engines write and evict there, so that only the tier itself knows what it holds."""
+        """True if other engines write and evict there, so that only the tier itself knows what it holds."""
         self._leading = tier.leading if isinstance(tier, SupportsPrefix) else lambda keys: leading(tier.lookup(keys))
         self._put_start = tier.put_start if isinstance(tier, SupportsPrefix) else self._leading
 
@@ -154,16 +153,16 @@ class TierClient:
 
     @property
     def lent(self) -> int:
-        """Slots that it may keep for long: those of reads and, while a write hangs, those of writes."""
+        """Slots that it may keep for long: those of reads and, while a write is overdue, those of writes."""
         return sum(self._lent_reads.values()) + (sum(self._lent_writes.values()) if self._writes_stuck else 0)
 
     @property
     def room(self) -> int:
-        """How many more slots it may borrow."""
+        """Number of slots that it may still borrow."""
         return max(0, self._slots.room_for(self))
 
     def check(self, now: float) -> None:
-        """Called once a step: record timeouts, cancel what waits for overdue operations, repeat refused deletions."""
+        """Record timeouts, cancel operations that wait for overdue ones, repeat refused deletions: once a step."""
         overdue = self.executor.overdue(self._timeout)
         for op_id in overdue.reads:
             self._note_timeout(op_id, now)
@@ -196,7 +195,7 @@ class TierClient:
     # Probing
 
     def note_too_slow(self, kind: type[LookupDone | GetDone], seconds: float, now: float) -> None:
-        """The engine computes what a prompt lacks, because that is sooner than such an operation, of `seconds`."""
+        """Record that the engine computes a prompt's missing blocks, sooner than such an operation of `seconds`."""
         reason = self.probes.note_too_slow(kind, seconds, now)
         text = "kvpact: the %s tier is too slow for now: %s; tried again every %d s while prompts come"
         self._warned.log("slow", logging.INFO, text, self.name, reason, PROBE_SECONDS)
@@ -204,14 +203,14 @@ class TierClient:
     def probe(self, keys: Sequence[BlockKey], now: float, *, before: Sequence[BlockKey] | None = None) -> None:
         """Try the tier again with a prompt's `keys`, for which it was not asked, if that is due. Nobody waits for it.
 
-        It looks them up, and if reads are in doubt reads what it finds into memory of its own.
+        It looks them up, and if reads are suspect reads those found into memory of its own.
         """
         job = None if self.health.cannot_be_tried else self.probes.begin(keys, now, before)
         if job is not None:
             self.executor.submit(job)
 
     def _probe_on(self, done: LookupDone | GetDone | PutDone) -> None:
-        """A probe's look-up has ended: go on with a read where that is in doubt; or its read has."""
+        """End a probe's operation; after its look-up go on with a read, if reads are suspect."""
         job = self.probes.end(done, shared=self.shared)
         if job is not None:
             self._lent_reads[job.op_id] = 0
@@ -263,15 +262,15 @@ class TierClient:
         return answer
 
     def readable(self, keys: Sequence[BlockKey], held: int) -> int:
-        """How many of the first `held` keys may be read: 0 if the tier fails, and none from a pending deletion on."""
+        """Number of leading `keys`, at most `held`, that may be read: none from a pending deletion on."""
         return self.deletions.first_among(keys, held) if self.health.may_read else 0
 
     def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
-        """How many `keys` may be read by who has opened the tier too, perhaps sooner than here."""
+        """Number of `keys` that may be read by who has opened the tier too, perhaps sooner than here."""
         return self.deletions.first_among(keys, len(keys) if self.health.is_awaited or self.health.may_read else 0)
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], *, before: Sequence[BlockKey] | None = None) -> bool:
-        """See `TierExecutor`. Returns False and does nothing if the tier is not asked now."""
+        """Submit a look-up to the executor. Returns False and does nothing if the tier is not asked now."""
         if self.health.lookups.is_open or not self.health.may_read:
             return False
         self.probes.note_asked(LookupDone)
@@ -286,7 +285,7 @@ class TierClient:
         *,
         before: Sequence[BlockKey] | None = None,
     ) -> bool:
-        """See `TierExecutor`. Returns False and does nothing if the tier is not read now. At most `room` blocks."""
+        """Submit a read of at most `room` blocks. Returns False and does nothing if the tier is not read now."""
         if not self.health.may_read:
             return False
         self.probes.note_asked(GetDone)
@@ -307,7 +306,7 @@ class TierClient:
         before: Sequence[BlockKey] | None = None,
         depths: Sequence[int] = (),
     ) -> bool:
-        """See `TierExecutor`. Also False if a write hangs and this one needs more slots than the tier may borrow."""
+        """Submit a write. False if its queue is full, or a write is overdue and this one needs more than `room`."""
         if not self.health.may_write or (self._writes_stuck and len(buffers) > self.room):
             return False
         if not self.executor.submit(Job(op_id, keys, buffers, before, nbytes, PutDone, epoch=epoch, depths=depths)):
@@ -323,7 +322,7 @@ class TierClient:
 
     @property
     def has_completions(self) -> bool:
-        """Whether `poll` would report anything."""
+        """True if `poll` would report anything."""
         return self.executor.has_completions
 
     def poll(self) -> Iterator[LookupDone | GetDone | PutDone | Deleted]:

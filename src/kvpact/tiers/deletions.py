@@ -47,16 +47,16 @@ class Deletions:
         self._refused: dict[BlockKey, None] = {}
         """Blocks whose deletion must be repeated."""
         self.lost_count = False
-        """Whether there were too many of them to keep: then nothing that the tier holds is used."""
+        """True if there were too many of them to keep: then nothing that the tier holds is used."""
         self._repeat_at = inf
         self._must_refute = False
-        """Whether the tier has not left the mark that it was asked for."""
+        """True while the tier has not left the mark that it was asked for."""
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Whether the block waits for deletion."""
+        """True if the block waits for deletion."""
         return key in self._keys
 
     def first_among(self, keys: Sequence[BlockKey], held: int) -> int:
@@ -121,7 +121,8 @@ class Deletions:
         if self.lost_count and exclusive and None not in self._under_way.values():
             self._submit(None)
         elif self._refused:
-            keys, self._refused = tuple(self._refused), {}
+            keys = tuple(self._refused)
+            self._refused = {}
             self._submit(keys)
 
     def end(self, done: ControlDone) -> tuple[BlockKey, ...]:

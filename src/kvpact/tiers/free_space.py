@@ -1,6 +1,6 @@
 """Room that is not a tier's own: a file system, a quota, a limit on the size of files with less than its capacity.
 
-Owns which errors say so, and what is said of it at the start. What is evicted then, each tier decides.
+Owns the errors that mean "full", and the warning at the start. Each tier decides what it evicts then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLACK_SHARE: Final = 16
 
 
 _SAID: Final = set[tuple[Path, int]]()
-"""Places and capacities of which this process has said that they do not fit: a tier may be opened again and again."""
+"""Places and capacities for which this process has logged that they do not fit: a tier may be opened repeatedly."""
 
 
 def warn_if_scarce(logger: logging.Logger, whose: str, path: Path, capacity_bytes: int, held: Iterable[int]) -> None:
@@ -50,7 +50,7 @@ def scarcity(path: Path, capacity_bytes: int, held_bytes: int) -> str:
 
 
 class Unremovable:
-    """What an eviction could not remove, and goes past: it counts as taken, and one of it is named to people."""
+    """Files that an eviction could not remove, and skips: they count as taken, and one is named in the log."""
 
     def __init__(self, logger: logging.Logger, whose: str) -> None:
         """`whose` begins each line: "disk tier"."""
@@ -61,7 +61,7 @@ class Unremovable:
         self._is_told = False
 
     def forget(self) -> None:
-        """An eviction begins: each is tried again."""
+        """Forget them as an eviction begins: each is tried again."""
         self._found.clear()
 
     def __contains__(self, name: str) -> bool:
@@ -71,7 +71,7 @@ class Unremovable:
         return len(self._found)
 
     def note(self, name: str, error: Exception) -> None:
-        """It cannot be removed now."""
+        """Record a file that cannot be removed now."""
         self._found[name] = getattr(error, "strerror", None) or str(error)
 
     def tell(self) -> str:

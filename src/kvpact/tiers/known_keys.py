@@ -1,4 +1,4 @@
-"""Block keys and when something was learned of each, as many as there is room for: what is known of a tier's content.
+"""Block keys and the time at which each was last reported by a tier, as many as there is room for.
 
 Owns how long such knowledge is believed.
 """
@@ -34,7 +34,7 @@ class LRUKeySet:
         return iter(self._keys)
 
     def added_since(self, key: BlockKey, time: float) -> bool:
-        """Whether `key` was added at `time` or later."""
+        """True if `key` was added at `time` or later."""
         return self._keys.get(key, -inf) >= time
 
     def add(self, keys: Sequence[BlockKey], now: float = 0.0) -> None:
@@ -51,7 +51,7 @@ class LRUKeySet:
             self._keys.pop(key, None)
 
     def discard_older(self, time: float) -> None:
-        """Remove what was added before `time`. O(removed keys)."""
+        """Remove keys added before `time`. O(removed keys)."""
         while self._keys and next(iter(self._keys.values())) < time:
             self._keys.popitem(last=False)
 

@@ -1,4 +1,4 @@
-"""What this engine knows of the records in a slab that another engine writes, for millions of them, in arrays.
+"""Snapshot of the records in a slab that another engine writes, for millions of them, in arrays.
 
 Owns which slot has which block, and which blocks must not be served. Reads no file: it is given the header table piece
 by piece, and says what is new in it.
@@ -75,18 +75,21 @@ class ForeignRecords:
 
     def run(self, keys: Sequence[BlockKey], start: int) -> int:
         """Number of blocks in a row from `start` that are known. 0.1 us for each."""
-        table, at, count = self._table, start, _FIRST_RUN
+        table = self._table
+        at = start
+        count = _FIRST_RUN
         if start >= len(keys) or table.find(keys[start]) == NONE:
             return 0
         while at < len(keys):
             rows = table.find_each(table.names(keys[at : at + count]))
             if (unknown := rows < 0).any():
                 return at + int(unknown.argmax()) - start
-            at, count = at + len(rows), 4 * count
+            at = at + len(rows)
+            count = 4 * count
         return len(keys) - start
 
     def lookup(self, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
-        """Which blocks are known."""
+        """True for each block that is known."""
         return self._table.find_each(self._table.names(keys)) >= 0
 
     def find(self, keys: Sequence[BlockKey]) -> list[ForeignRecord | None]:
@@ -134,7 +137,7 @@ class ForeignRecords:
         self._table = table  # last: its rows are looked up in the others
 
     def learn(self, first: int, table: bytearray) -> None:
-        """Note what has changed in the headers of neighbouring slots from `first` on.
+        """Record changes in the headers of neighbouring slots from `first` on.
 
         One that is being written at this moment, or is damaged, is no record, and looked at again the next time.
         """
@@ -142,7 +145,8 @@ class ForeignRecords:
         changed = np.flatnonzero(headers["checksum"] != self._checksums[first : first + len(headers)])
         if not len(changed):
             return
-        headers, slots = headers[changed], changed + first
+        headers = headers[changed]
+        slots = changed + first
         block = self._superblock
         sound = sound_in_slab(headers, block.namespace.digest, block.slot_bytes, slots, block.refuted)
         unsound = np.flatnonzero(~sound)
@@ -158,10 +162,13 @@ class ForeignRecords:
         """Enter sound records into slots of which nothing is known; the lock is held."""
         self._checksums[slots] = headers["checksum"]
         if (same := self._still_refused(headers, slots)).any():
-            headers, slots = headers[~same], slots[~same]
+            headers = headers[~same]
+            slots = slots[~same]
         keys = np.ascontiguousarray(headers["key"])
         if not (last := _last_of_each(keys)).all():
-            headers, slots, keys = headers[last], slots[last], keys[last]
+            headers = headers[last]
+            slots = slots[last]
+            keys = keys[last]
         elsewhere = self._table.find_each(keys)
         self._forget(elsewhere[elsewhere >= 0])
         self._parents[slots] = headers["parent"]
@@ -172,7 +179,7 @@ class ForeignRecords:
         self._state[slots] = _KNOWN
 
     def _still_refused(self, headers: np.ndarray, slots: RowArray) -> NDArray[np.bool_]:
-        """Which headers are of a record that is refused, and only the time of its last use has changed."""
+        """True for each header of a refused record of which only the time of its last use has changed."""
         same: NDArray[np.bool_] = self._state[slots] == _REFUSED
         if same.any():
             for name, known in (("digest", self._digests), ("written", self._written), ("length", self._lengths)):
@@ -181,7 +188,7 @@ class ForeignRecords:
         return same
 
     def _forget(self, slots: RowArray) -> None:
-        """Take what is known of slots away; the lock is held."""
+        """Forget the records of slots; the lock is held."""
         known = slots[self._state[slots] == _KNOWN]
         self._table.remove_each(known.tolist())
         self._state[known] = _NOTHING
@@ -222,7 +229,8 @@ class ForeignRecords:
 
     def _children_of(self, keys: Sequence[BlockKey]) -> RowArray:
         """The rows of known blocks that come next after these."""
-        sought, found = set(keys), list[int]()
+        sought = set(keys)
+        found = list[int]()
         firsts = np.sort(self._table.names(keys)[:, 0])
         for first in range(0, len(self._state), PART):
             words = self._parents[first : first + PART, 0]
@@ -256,7 +264,7 @@ class ForeignRecords:
 
 
 def _last_of_each(keys: Names) -> NDArray[np.bool_]:
-    """Which keys do not come again later. In a sound slab that is all."""
+    """Index of each key's last occurrence. In a valid slab that is all."""
     words = np.sort(keys[:, 0])
     last = np.ones(len(keys), np.bool_)
     if (words[1:] == words[:-1]).any():

@@ -1,4 +1,4 @@
-"""What a directory of slabs holds and whether it is sound: for tools and people, beside a running engine.
+"""Content and damage of a directory of slabs: for tools and people, beside a running engine.
 
 Owns reports. Never writes and never waits for a lock, so an engine may use the directory meanwhile.
 """
@@ -63,7 +63,7 @@ class DamagedRecord:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What reading every record of a slab found.
+    """Findings of a read of every record of a slab.
 
     `records` have a header, `sound` ones are good in full, every read refuses `damaged` ones, so they are never served.
     `orphans` are sound records without the block before them: no lookup reaches them. An engine rewrote `changed` ones
@@ -139,11 +139,15 @@ def _read_record(descriptor: int, superblock: Superblock, slot: int) -> RecordHe
     raw = _raw_header(descriptor, slot)
     if is_empty_header(raw):
         return None
-    key, torn, reason = "", False, ""
+    key = ""
+    torn = False
+    reason = ""
     try:
         header = superblock.header(slot, raw)
-        key, torn = header.key.hex(), True
-        at, there = superblock.file_bytes(slot), os.fstat(descriptor).st_size
+        key = header.key.hex()
+        torn = True
+        at = superblock.file_bytes(slot)
+        there = os.fstat(descriptor).st_size
         if at + header.length <= there and _digest(descriptor, at, header.length) == header.digest:
             return header
         ends = at + header.length > there
@@ -168,7 +172,9 @@ def _orphans(parents: Mapping[bytes, bytes]) -> int:
 
 def _summary(item: Neighbour) -> SlabSummary | None:
     """None if the slab is gone by now."""
-    path, in_use, file_bytes = item.path, item.in_use, item.file_bytes
+    path = item.path
+    in_use = item.in_use
+    file_bytes = item.file_bytes
     headers: list[RecordHeader] = []
     try:
         with closing(open_own(path, os.O_RDONLY)) as descriptor:
@@ -180,7 +186,8 @@ def _summary(item: Neighbour) -> SlabSummary | None:
         return None
     except TierError as error:
         return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, file_bytes, 0.0, 0.0, 0 if in_use else None, str(error))
-    now, written = time.time(), [header.written for header in headers]
+    now = time.time()
+    written = [header.written for header in headers]
     return SlabSummary(
         path=path,
         namespace=superblock.namespace.name,

@@ -61,16 +61,16 @@ class SlabReader:
 
     @property
     def direct(self) -> bool:
-        """Whether payloads bypass the page cache."""
+        """True if payloads bypass the page cache."""
         return self._direct is not None
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True once `close` was called."""
         return self._buffered < 0
 
     def lost(self) -> str:
-        """Why the open file is not what its path names now; "" if it is. Raises OSError."""
+        """Reason why the open file is not what its path names now; "" if it is. Raises OSError."""
         return lost_from(self.path, self._buffered)
 
     def status(self) -> os.stat_result:
@@ -85,7 +85,8 @@ class SlabReader:
 
     def written_headers(self) -> Iterator[tuple[int, int]]:
         """[first, end) of the slots whose headers are not in a hole of the file, as far as the file system says."""
-        slots, at = self.superblock.table_slots, PAGE_BYTES
+        slots = self.superblock.table_slots
+        at = PAGE_BYTES
         while at < PAGE_BYTES + slots * HEADER_BYTES:
             try:
                 data = os.lseek(self._buffered, at, os.SEEK_DATA)
@@ -95,14 +96,17 @@ class SlabReader:
                     return
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                data, at = at, PAGE_BYTES + slots * HEADER_BYTES
-            first, end = (data - PAGE_BYTES) // HEADER_BYTES, -(-(at - PAGE_BYTES) // HEADER_BYTES)
+                data = at
+                at = PAGE_BYTES + slots * HEADER_BYTES
+            first = (data - PAGE_BYTES) // HEADER_BYTES
+            end = -(-(at - PAGE_BYTES) // HEADER_BYTES)
             if first < min(end, slots):
                 yield first, min(end, slots)
 
     def read_ahead(self, first: int, count: int) -> None:
         """Have the kernel read the headers of `count` slots meanwhile."""
-        offset, length = PAGE_BYTES + first * HEADER_BYTES, count * HEADER_BYTES
+        offset = PAGE_BYTES + first * HEADER_BYTES
+        length = count * HEADER_BYTES
         with suppress(OSError):  # no more than advice
             os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_WILLNEED)
 
@@ -128,7 +132,8 @@ class SlabReader:
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
-        self._direct, self._buffered = None, -1
+        self._direct = None
+        self._buffered = -1
 
     def _transfer(self, call: VectoredCall, buffers: Sequence[BlockBuffer], offset: int) -> int:
         """Bypass the page cache if this memory allows it, else use it; the kernel keeps both coherent."""
@@ -183,18 +188,18 @@ class Slab(SlabReader):
             raise
 
     def close(self) -> None:
-        """See `SlabReader`. A file that has lost its name gives its bytes back, although others have it open."""
+        """Close the file. One that has lost its name gives its bytes back, although others have it open."""
         with suppress(OSError):
             if not self.closed and not self.status().st_nlink:
                 os.ftruncate(self._buffered, 0)
         super().close()
 
     def taken_bytes(self) -> int:
-        """What the file takes of its directory's capacity: less than its size, if it has holes."""
+        """Bytes charged against the directory's capacity: less than its size, if it has holes."""
         return self.superblock.taken_bytes(self.status())
 
     def show_use(self, after: float) -> None:
-        """Have the file's time say that its engine runs, if that was said more than `after` seconds ago."""
+        """Set the file's time, by which its engine counts as running, if it is more than `after` seconds old."""
         with suppress(OSError):  # a file system that sets no times
             if time.time() - self.status().st_mtime > after:
                 os.utime(self._buffered)
@@ -212,7 +217,8 @@ class Slab(SlabReader):
 
     def grow(self, slots: int) -> None:
         """Have the file system allocate `slots` slots with their headers. Raises OSError; then it has no slot more."""
-        start, end = self.superblock.file_bytes(self.slots), self.superblock.file_bytes(slots)
+        start = self.superblock.file_bytes(self.slots)
+        end = self.superblock.file_bytes(slots)
         headers = PAGE_BYTES + self.slots * HEADER_BYTES, (slots - self.slots) * HEADER_BYTES
         try:
             self._allocate(*headers)  # else a full disk has no room for them
@@ -242,7 +248,8 @@ class Slab(SlabReader):
 
     def fill(self, slots: Sequence[int]) -> None:
         """Have the file system allocate `slots`, in holes of the file. Raises OSError; then it has some of them."""
-        size, slot_bytes = self.superblock.file_bytes, self.superblock.slot_bytes
+        size = self.superblock.file_bytes
+        slot_bytes = self.superblock.slot_bytes
         for first, count in runs(slots):
             self._allocate(size(slots[first]), count * slot_bytes)
 
@@ -298,7 +305,7 @@ def _open_direct(buffered: int, flags: int) -> int | None:
 
 
 class Closable(Protocol):
-    """What has a `close`."""
+    """Protocol: closeable."""
 
     def close(self) -> None: ...
 

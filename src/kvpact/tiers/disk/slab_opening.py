@@ -1,4 +1,4 @@
-"""How an engine comes to a slab of its own: it takes over an idle one of its namespace, or makes one.
+"""Opening of an engine's own slab: it takes over an idle one of its namespace, or makes one.
 
 Owns the choice among the namespace's slabs and the messages about files that are no such slab. Never reads a block.
 """
@@ -141,7 +141,9 @@ class SlabOpener:
 
         Raises OSError.
         """
-        idle, in_use, others = list[Slab](), set[Path](), set[Path]()
+        idle = list[Slab]()
+        in_use = set[Path]()
+        others = set[Path]()
         try:
             for path in self.directory.slabs_of(self.namespace).values():
                 try:

@@ -1,4 +1,4 @@
-"""How large this engine's own slab is: it grows when slots are needed, within its limit, and shrinks with that.
+"""Size of this engine's own slab: it grows when slots are needed, within its limit, and shrinks with that.
 
 Owns the length of the file, its holes, and which slots may be used. Never reads or writes a record.
 
@@ -95,7 +95,8 @@ class SlabSize:
             if not isinstance(error, DirectoryBusy):
                 self._content.lose(lambda: self._index.withdraw_slots(self._slab.slots))
             if isinstance(error, OSError | DirectoryBusy):
-                self._failed_at, self._limit = time.monotonic(), 0
+                self._failed_at = time.monotonic()
+                self._limit = 0
             kind = "room" if self._slab.slots else "write"
             self._accounts.note_failed(
                 kind, f"cannot grow {self._slab.path}: {reason_of(error)}; it serves what it has"
@@ -144,5 +145,5 @@ class SlabSize:
                 self._index.use_slots(slots)
 
     def _are_free(self, slots: range) -> bool:
-        """Whether withdrawn slots are not used any more; without the lock, because no new use begins."""
+        """True once withdrawn slots are not used any more; without the lock, because no new use begins."""
         return all(self._index.state(slot) == State.FREE for slot in slots)

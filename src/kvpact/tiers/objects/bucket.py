@@ -235,7 +235,7 @@ def _version(told: Mapping[str, Any]) -> PackVersion:
 
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _FULL: Final = re.compile(r"HTTP 507|Quota(Exceeded|Full)|StorageFull|InsufficientStorage|NoSpace")
-"""How servers say that a bucket's quota or their disks are full."""
+"""Answers of servers whose disks, or a bucket's quota, are full."""
 
 _CREDENTIALS: Final = re.compile(
     r"169\.254\.16\d\.\d+|metadata\.google|[Cc]redential provider|MissingAccountKey|login\."

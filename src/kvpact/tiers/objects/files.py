@@ -96,7 +96,7 @@ class ObjectFiles:
             self.remove_abandoned()
 
     def remove_abandoned(self) -> list[int]:
-        """Remove what killed writers have left unfinished; the bytes of each such file."""
+        """Remove unfinished files of killed writers; returns the bytes of each."""
         gone = list[int]()
         self._tidy_at = time.monotonic() + TIDY_SECONDS
         for size, path in self.unfinished() if self._clock is not None else ():

@@ -59,7 +59,7 @@ TRIES: Final = 8
 
 
 class ObjectStore(RecordStore):
-    """See `RecordStore` and `SupportsPacks`. The records of one call of `write_pack` become one object, named after the
+    """Records in packs of an object store. The records of one call of `write_pack` become one object, named after the
     first; those of `write` one object each, because no other record leads to them.
 
     A record inside a pack is found through the records before it, from a prompt's first: `locate` and `leading` read
@@ -82,7 +82,7 @@ class ObjectStore(RecordStore):
         return [name in found for name in names]
 
     def leading(self, names: Sequence[str]) -> int:
-        """See `SupportsPacks`."""
+        """Number of leading records that are there now; their packs count as used."""
         found = self._find(names)
         self._note_used(names, found)
         return leading([name in found for name in names])
@@ -92,12 +92,12 @@ class ObjectStore(RecordStore):
             self.bucket.files.note_used([*dict.fromkeys(found[name].name for name in names if name in found)])
 
     def locate(self, names: Sequence[str]) -> None:
-        """See `SupportsPacks`."""
+        """Read tables up to the first missing record; no request if the packs of all are remembered."""
         if len(self.memory.locate(names)) < len(names):
             self._find(names)
 
     def known(self, names: Sequence[str]) -> list[str]:
-        """See `SupportsPacks`."""
+        """Those of the records whose packs are remembered."""
         return [*self.memory.locate(names)]
 
     def _look(self, packs: Collection[str]) -> dict[str, Pack]:
@@ -160,7 +160,7 @@ class ObjectStore(RecordStore):
         return None if part is None else Pack(name, {}, part.version)
 
     def _table_end(self, part: Part) -> int:
-        """The offset at which an object's table ends. Raises PackError if that is too large or beyond the object."""
+        """Offset of the end of an object's table. Raises PackError if that is too large or beyond the object."""
         count, end = table_size(part.data)
         least = HEADER_BYTES if self.record_bytes else 0
         if end > FIRST_READ_BYTES and end + count * least > part.object_bytes:
@@ -226,7 +226,7 @@ class ObjectStore(RecordStore):
             self._join({name: wanted[name]})
 
     def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        """See `SupportsPacks`."""
+        """Store records as one object, or in the object that has the first one's name already."""
         self._tidy()
         waiting = dict(zip(names, records, strict=True))
         while waiting:
@@ -316,7 +316,7 @@ class ObjectStore(RecordStore):
         return self._create(pack.name, encode_pack(records), pack.version)
 
     def remove(self, names: Sequence[str]) -> int:
-        """See `RecordStore`. Rewrites each pack without the removed records.
+        """Remove records, by rewriting each pack without them.
 
         A record whose pack is unknown costs a look at all packs of its group.
         """
