@@ -126,7 +126,7 @@ def test_h122_a_place_that_is_taken_away_is_opened_anew_without_what_it_held(
     assert used.get(old) == (False,) * 3
     assert used.put(new) == used.get(new) == (True,) * 3
     assert used.client.tier.health().ok
-    (said,) = [line.getMessage() for line in caplog.records if "is opened anew, without what it held" in line.msg]
+    (said,) = [line.getMessage() for line in caplog.records if "lost its content and is opened anew" in line.msg]
     assert str(tmp_path / "mounted" / "kv") in said
     used.close()
     again = Used(used.opened.url.url)

@@ -157,7 +157,7 @@ def test_a_disk_that_gets_full_keeps_what_fits(
     assert_serves(engine)
     scarce, complaint = complaints(caplog)
     assert "a capacity of 1MiB is more than the 40KiB that" in scarce
-    assert "No space left on device; it serves what it has" in complaint
+    assert "No space left on device; it keeps its present size" in complaint
     counts = engine.counts
     assert counts['written_blocks{tier="disk"}'] + counts['dropped_writes{tier="disk"}'] >= 6
     assert counts['dropped_writes{tier="disk"}'] > 0

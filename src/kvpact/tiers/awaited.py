@@ -88,7 +88,7 @@ class AwaitedTier(Tier):
         """Stop using a tier that is `lost`, and open it anew once nothing of it is open."""
         self.reason = f"{why}; it is opened anew"
         self.there = None
-        logger.warning("kvpact: the tier %s is opened anew, without what it held: %s", self.url, why)
+        logger.warning("kvpact: the tier %s lost its content and is opened anew: %s", self.url, why)
         lost.close()
         while not self._closed.wait(LOOK_SECONDS):
             if lost.released:

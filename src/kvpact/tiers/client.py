@@ -189,7 +189,7 @@ class TierClient:
         """Troubles of a tier that is asked all the same: too slow, full, read-only; "" if it has none."""
         reason = "" if self.health.is_paused else self.health.reason
         count = len(self.deletions)
-        undeleted = f"it has not deleted {count} blocks that it must, which are not read" if count else ""
+        undeleted = f"{count} blocks wait for their deletion and are not read" if count else ""
         return "; ".join(filter(None, (self.probes.slowness, reason, undeleted)))
 
     # Probing

@@ -88,7 +88,7 @@ class Deletions:
         if self._executor.tier.exclusive:
             self._submit(None)
         elif not self.lost_count:
-            logger.error("kvpact: the %s tier does not delete what it must; it is not used any more", self._name)
+            logger.error("kvpact: the %s tier cannot delete blocks; it is not used any more", self._name)
         self.lost_count = True
 
     def _forget_all(self) -> None:

@@ -198,7 +198,7 @@ class TierExecutor:
         if not self.has_room(job.write_bytes):
             return False
         if job.op_id in shared.under_way:
-            raise PactViolation(f"ticket {job.op_id!r} is under way already; a ticket names one read or write")
+            raise PactViolation(f"operation {job.op_id!r} is already running; each operation needs an id of its own")
         if shared.closing:
             shared.done.append(job.done(True))
             return True

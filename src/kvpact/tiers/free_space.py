@@ -45,7 +45,7 @@ def scarcity(path: Path, capacity_bytes: int, held_bytes: int) -> str:
         return ""
     return (
         f"a capacity of {format_size(capacity_bytes)} is more than the {format_size(room)} that {path} has room for; "
-        "when that is full, what was used least recently goes"
+        "when that is full, the least recently used blocks are evicted"
     )
 
 
@@ -81,7 +81,7 @@ class Unremovable:
         name, why = next(iter(self._found.items()))
         text = (
             f"{self._whose}: {len(self._found)} files in the way cannot be removed, such as {printable(name)}: {why}; "
-            "others go instead, and these count as taken: remove them, or give this user the right to"
+            "others are evicted instead, and these count as taken: remove them, or give this user the right to"
         )
         if not self._is_told:
             self._is_told = True

@@ -92,7 +92,7 @@ class ClientHealth:
         if self.is_awaited:
             return self.reason or "it has not answered yet"
         if self._deletions.lost_count:
-            return "it does not delete what it must"
+            return "it cannot delete blocks"
         if self._is_stuck:
             return "operations that do not end occupy all its threads"
         belief = self.lookups.belief or self.reads.belief
@@ -120,7 +120,7 @@ class ClientHealth:
         if not done.ok:
             self.note_failed(breaker, now, self.reason or "its operations fail")
         elif self._broke_its_word(done):
-            self.note_failed(breaker, now, "it delivers nothing of what it says that it holds")
+            self.note_failed(breaker, now, "it delivers none of the blocks that it reports")
         else:
             breaker.succeeded()
             self.log_pause()

@@ -81,7 +81,7 @@ def _store_of(url: TierURL, tier: Tier) -> RecordStore:
         return tier.store
     tier.close()
     raise NoSuchTier(
-        f"{url}: a {type(tier).__name__} is opened for one model, and shows a command nothing of what others stored; "
+        f"{url}: a {type(tier).__name__} is opened for one model, and shows a command no blocks of others; "
         "kvpact tiers says how it is, and only a SharedTier over a RecordStore can be looked into"
     )
 

@@ -142,7 +142,7 @@ class DirectoryStore(RecordStore):
             why = self.quota.unremovable.tell() or "give it a larger capacity"
             raise StoreError(
                 f"{self.place} has no room for {len(names) - granted} of {len(names)} records: its "
-                f"{self.quota.capacity_bytes} bytes hold what was used later; {why}"
+                f"{self.quota.capacity_bytes} bytes hold more recently used records; {why}"
             )
 
     def make_room(self, nbytes: int) -> int:

@@ -155,7 +155,7 @@ class SlabOpener:
                 except FileNotFoundError:
                     pass
                 except (OSError, TierError) as error:
-                    text = "disk tier: %s is left alone, another file is used: %s"
+                    text = "disk tier: %s is skipped, another file is used: %s"
                     self.warned.log(str(path), logging.WARNING, text, path, reason_of(error))
                     others.add(path)
             idle.sort(key=lambda slab: slab.status().st_mtime_ns)

@@ -99,7 +99,7 @@ class SlabSize:
                 self._limit = 0
             kind = "room" if self._slab.slots else "write"
             self._accounts.note_failed(
-                kind, f"cannot grow {self._slab.path}: {reason_of(error)}; it serves what it has"
+                kind, f"cannot grow {self._slab.path}: {reason_of(error)}; it keeps its present size"
             )
 
     def limit(self, file_bytes: int) -> None:
@@ -120,7 +120,7 @@ class SlabSize:
             if by_use:
                 self._give_back(self._kept() - slots)
             elif slots < self._slab.slots and self._are_free(range(slots, self._slab.slots)):
-                why = "its file system makes no holes in files, so the blocks at its end go, however much they are used"
+                why = "its file system makes no holes in files, so the blocks at its end are evicted, recently used or not"
                 self._accounts.warn_once("holes", f"{self._slab.path} shrinks: {why}")
                 self._slab.shrink(slots)
             claim = self._slab.superblock.file_bytes(self._kept())

@@ -108,7 +108,7 @@ class RecordStore(ABC):
     def names(self, group: str = "") -> Iterator[StoredRecord]:
         """Every record of a group, or of all, in no order. A store that cannot list overrides `size`, and no tool looks
         into it."""
-        raise StoreError(f"{self.place} has no list of what is there")
+        raise StoreError(f"{self.place} cannot list its records")
 
     def clear(self, group: str) -> None:
         """Remove every record of a group."""

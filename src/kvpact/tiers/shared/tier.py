@@ -316,7 +316,7 @@ class SharedTier(Tier):
             self._full_at = time.monotonic()
             self._in_vain = True
             late = False
-            self._accounts.note_failed("room", f"{full}; what was used least recently goes")
+            self._accounts.note_failed("room", f"{full}; the least recently used blocks are evicted")
             write()
         self._in_vain = False
         if late:
