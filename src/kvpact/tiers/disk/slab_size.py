@@ -120,7 +120,7 @@ class SlabSize:
             if by_use:
                 self._give_back(self._kept() - slots)
             elif slots < self._slab.slots and self._are_free(range(slots, self._slab.slots)):
-                why = "its file system makes no holes in files, so the blocks at its end are evicted, recently used or not"
+                why = "its file system makes no holes in files, so the blocks at its end are evicted, used or not"
                 self._accounts.warn_once("holes", f"{self._slab.path} shrinks: {why}")
                 self._slab.shrink(slots)
             claim = self._slab.superblock.file_bytes(self._kept())
