@@ -20,7 +20,7 @@ from kvpact.cache.tier_set import TierSet
 from kvpact.cache.totals import Rows
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
+from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, SlotState
 from kvpact.metrics import MEMORY, MissReason
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone
@@ -360,5 +360,5 @@ class Prefetcher:
     def check(self) -> None:
         """Verify that reads under way have their slots; raises PactViolation."""
         for slot in self._filling:
-            if self.index.state(slot) not in (State.RESERVED, State.CANCELLED):
+            if self.index.state(slot) not in (SlotState.RESERVED, SlotState.CANCELLED):
                 raise PactViolation(f"slot {slot} is being filled from a tier and {self.index.state(slot).name}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import Pin, State
+from kvpact.index.block_index import Pin, SlotState
 from kvpact.index.key_table import NONE, RowArray
 from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import BlockBuffer, Entry, RecordHeader, payload_digest
@@ -211,7 +211,7 @@ class OwnSlab:
         }
         with self.content.header_lock:
             with self._lock:  # a block that was deleted while it was written gets no header
-                wanted = [slot for slot in written if self._index.state(slot) == State.RESERVED]
+                wanted = [slot for slot in written if self._index.state(slot) == SlotState.RESERVED]
             self.slab.write_headers(wanted, [headers[slot].encode() for slot in wanted])
             with self._lock:
                 for slot in written:

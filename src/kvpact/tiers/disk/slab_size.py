@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Final
 
 from kvpact.errors import TierError, reason_of
-from kvpact.index.block_index import State
+from kvpact.index.block_index import SlotState
 from kvpact.tiers.disk.slab import runs
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, SlabDirectory
@@ -146,4 +146,4 @@ class SlabSize:
 
     def _are_free(self, slots: range) -> bool:
         """True once withdrawn slots are not used any more; without the lock, because no new use begins."""
-        return all(self._index.state(slot) == State.FREE for slot in slots)
+        return all(self._index.state(slot) == SlotState.FREE for slot in slots)

@@ -60,7 +60,7 @@ class ObjectChanged(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ObjectBytes:
     """Bytes of an object, and its version."""
 
     data: memoryview
@@ -108,7 +108,9 @@ class Bucket:
             # A panic in the client's Rust code is no Exception and would end the engine.
             raise ClientBroken(f"{self.place}: obstore broke down on this request; check the tier's options") from None
 
-    def get(self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None) -> Part | None:
+    def get(
+        self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None
+    ) -> ObjectBytes | None:
         """Bytes [start, end) of an object, by default all, fewer if it ends before; None if there is no such object.
 
         Raises ObjectChanged if it is there in another `version`.
@@ -123,12 +125,12 @@ class Bucket:
         try:
             result = self._api.get(self.client, name, options=options)
             meta = result.meta
-            return Part(memoryview(result.bytes()), meta["size"], _version(meta))
+            return ObjectBytes(memoryview(result.bytes()), meta["size"], _version(meta))
         except self._changed:
             raise ObjectChanged(name) from None
         except self._failures as error:
             if re.search(r"InvalidRange|[Rr]ange was invalid", str(error)):  # the object ends before `start`
-                return Part(memoryview(b""), 0, {})
+                return ObjectBytes(memoryview(b""), 0, {})
             if self._gone(error):
                 return None
             raise self._told(error) from None

@@ -18,7 +18,7 @@ from typing import Final
 from kvpact.tiers.base import HEADER_BYTES, leading
 from kvpact.tiers.free_space import SLACK_SHARE, Unremovable
 from kvpact.tiers.objects import BACKEND
-from kvpact.tiers.objects.bucket import Bucket, ObjectChanged, Part, open_bucket
+from kvpact.tiers.objects.bucket import Bucket, ObjectBytes, ObjectChanged, open_bucket
 from kvpact.tiers.objects.packs import (
     Pack,
     PackError,
@@ -159,7 +159,7 @@ class ObjectStore(RecordStore):
         self.memory.forget(name)
         return None if part is None else Pack(name, {}, part.version)
 
-    def _table_end(self, part: Part) -> int:
+    def _table_end(self, part: ObjectBytes) -> int:
         """Offset of the end of an object's table. Raises PackError if that is too large or beyond the object."""
         count, end = table_size(part.data)
         least = HEADER_BYTES if self.record_bytes else 0
