@@ -62,7 +62,7 @@ class Used:
         return done.each
 
     def _done(self) -> Any:
-        until(lambda: self.client.has_completions)
+        until(lambda: self.client.executor.has_completions)
         return next(self.client.poll())
 
     def until_changed(self) -> None:

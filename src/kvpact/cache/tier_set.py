@@ -162,7 +162,7 @@ class TierSet:
     @property
     def has_completions(self) -> bool:
         """Whether `poll` would take in anything now."""
-        return self._polled < POLL_SECONDS and any(client.has_completions for client in self.clients)
+        return self._polled < POLL_SECONDS and any(client.executor.has_completions for client in self.clients)
 
     def end_step(self) -> None:
         """End the scheduler's step: the next one takes in what this one had no time for."""
@@ -173,7 +173,7 @@ class TierSet:
         if self._polled >= limit:
             return
         began = now = self.clock()
-        finished = [(client, client.poll()) for client in self.clients if client.has_completions]
+        finished = [(client, client.poll()) for client in self.clients if client.executor.has_completions]
         while finished and self._polled + now - began < limit:
             client, its = finished.pop(0)  # each tier in its turn, so that none waits for ever
             if (done := next(its, None)) is not None:

@@ -221,4 +221,4 @@ class SupportsScan(Protocol):
     """A place whose content can be listed."""
 
     def scan(self) -> Iterator[RecordHeader]:
-        """The header of every sound record, in no order. Reads no payload."""
+        """The header of every valid record, in no order. Reads no payload."""

@@ -320,11 +320,6 @@ class TierClient:
             self._note_timeout(op_id, self._clock())
         self.executor.cancel(op_id)
 
-    @property
-    def has_completions(self) -> bool:
-        """True if `poll` would report anything."""
-        return self.executor.has_completions
-
     def poll(self) -> Iterator[LookupDone | GetDone | PutDone | Deleted]:
         """Operations that have ended. Those that the caller does not consume stay for a later call. Never waits."""
         for done in self.executor.poll():

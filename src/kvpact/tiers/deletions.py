@@ -15,6 +15,7 @@ from typing import Final
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.executor import ControlDone, OpId, TierExecutor
+from kvpact.tiers.known_keys import first_in
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,7 @@ class Deletions:
 
     def first_among(self, keys: Sequence[BlockKey], held: int) -> int:
         """Index of the first of the first `held` keys that waits for deletion; `held` if none does."""
-        deleting = self._keys
-        return next((at for at in range(held) if keys[at] in deleting), held) if deleting else held
+        return first_in(self._keys, keys, held)
 
     def add(self, keys: Sequence[BlockKey]) -> None:
         """Have the tier delete these blocks."""

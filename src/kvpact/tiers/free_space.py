@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from kvpact.errors import printable
+from kvpact.tiers.log_once import LogOnce
 from kvpact.units import format_size
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -54,11 +55,10 @@ class Unremovable:
 
     def __init__(self, logger: logging.Logger, whose: str) -> None:
         """`whose` begins each line: "disk tier"."""
-        self._logger = logger
+        self._warned = LogOnce(logger)
         self._whose = whose
         self._found = dict[str, str]()
         """Name of each such file or object -> why."""
-        self._is_told = False
 
     def forget(self) -> None:
         """Forget them as an eviction begins: each is tried again."""
@@ -83,9 +83,7 @@ class Unremovable:
             f"{self._whose}: {len(self._found)} files in the way cannot be removed, such as {printable(name)}: {why}; "
             "others are evicted instead, and these count as taken: remove them, or give this user the right to"
         )
-        if not self._is_told:
-            self._is_told = True
-            self._logger.warning("%s", text)
+        self._warned.log("unremovable", logging.WARNING, "%s", text)
         return text
 
 

@@ -6,7 +6,7 @@ Owns how long such knowledge is believed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from kvpact.identity.keys import BlockKey
@@ -57,4 +57,9 @@ class LRUKeySet:
 
     def first_of(self, keys: Sequence[BlockKey], end: int) -> int:
         """Position of the first of `keys[:end]` that is in the set, else `end`."""
-        return next((at for at in range(end) if keys[at] in self._keys), end) if self._keys else end
+        return first_in(self._keys, keys, end)
+
+
+def first_in(found: Mapping[BlockKey, object], keys: Sequence[BlockKey], end: int) -> int:
+    """Position of the first of `keys[:end]` that is in `found`, else `end`."""
+    return next((at for at in range(end) if keys[at] in found), end) if found else end

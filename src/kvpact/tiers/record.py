@@ -201,7 +201,7 @@ class RecordHeader:
         seal: RecordMac | None = UNSEALED,
         refuted: Container[bytes] = (),
     ) -> RecordHeader:
-        """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
+        """The header in `raw`, if it is valid and belongs to this `namespace`, payload `length`, `slot` and `seal`.
 
         None accepts any namespace, length or seal, for tools outside an engine. A payload has at most `max_length`
         bytes. Records of `refuted` runs are not accepted.
@@ -238,7 +238,7 @@ class RecordHeader:
         return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch), run)
 
 
-def sound_in_slab(
+def valid_in_slab(
     headers: np.ndarray,
     namespace: bytes,
     max_length: int,
@@ -249,7 +249,7 @@ def sound_in_slab(
     accepts: without a seal, of this namespace, with a payload of at most `max_length` bytes, in its own slot, and of no
     `refuted` run. 0.25 us for each.
     """
-    sound: NDArray[np.bool_] = (
+    valid: NDArray[np.bool_] = (
         (headers["magic"] == np.frombuffer(RECORD_MAGIC, "<u8"))
         & (headers["version"] == RECORD_FORMAT)
         & (headers["slot"] == slots.astype(np.uint64))
@@ -259,14 +259,14 @@ def sound_in_slab(
         & ~headers["seal"].any(axis=1)
     )
     for run in refuted:
-        sound &= (headers["run"] != np.frombuffer(run, "<u8")).any(axis=1)
-    if sound.any():
+        valid &= (headers["run"] != np.frombuffer(run, "<u8")).any(axis=1)
+    if valid.any():
         checked = np.ndarray(len(headers), f"V{_CHECKED_BYTES}", headers, 0, (HEADER_BYTES,))
         for first in range(0, len(headers), _AT_ONCE):
             part = slice(first, first + _AT_ONCE)
             pieces = checked[part].tolist()
-            sound[part] &= headers["checksum"][part] == np.fromiter(map(_checksum_of, pieces), np.uint64, len(pieces))
-    return sound
+            valid[part] &= headers["checksum"][part] == np.fromiter(map(_checksum_of, pieces), np.uint64, len(pieces))
+    return valid
 
 
 def written_in_older_format(raw: bytes | memoryview) -> float | None:

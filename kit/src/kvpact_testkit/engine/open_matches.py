@@ -5,7 +5,7 @@ Owns the rule of the exits: each is said in the step in which it happens, with i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit
 from kvpact.errors import PactViolation
@@ -15,10 +15,10 @@ from kvpact_testkit.engine.request import Request
 
 
 class OpenMatches:
-    """The open answers of one cache, by request. While `is_silent`, nothing is said, as by stock engines."""
+    """The open answers of one cache, by request. If it `is_silent`, nothing is said, as by stock engines."""
 
     def __init__(
-        self, cache: ExternalCache | None, counts: EngineCounts, kv: KVCacheManager, is_silent: Callable[[], bool]
+        self, cache: ExternalCache | None, counts: EngineCounts, kv: KVCacheManager, *, is_silent: bool
     ) -> None:
         self.cache = cache
         self._kv = kv
@@ -67,7 +67,7 @@ class OpenMatches:
         self._postpone(request.request_id, reason)
 
     def _postpone(self, request_id: str, reason: ExternalMatchExit) -> None:
-        if self.cache is not None and request_id in self._open and not self._is_silent():
+        if self.cache is not None and request_id in self._open and not self._is_silent:
             self._heard_of.add(request_id)
             self.cache.postpone_external_match(request_id, reason)
             self._counts.postponed[reason] += 1
@@ -84,7 +84,7 @@ class OpenMatches:
     def _drop(self, request_id: str, reason: ExternalMatchExit) -> None:
         if self.cache is not None and request_id in self._open:
             match = self._open.pop(request_id)
-            if not self._is_silent():
+            if not self._is_silent:
                 self.cache.abort_external_match(request_id, match, reason)
                 self._counts.aborts[reason] += 1
 

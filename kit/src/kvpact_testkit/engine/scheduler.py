@@ -39,7 +39,7 @@ class Scheduler:
         self.queues = Queues(by_priority=config.policy == "priority")
         self.running = self.queues.running
         self.waiting = self.queues.waiting
-        self.matches = OpenMatches(cache, counts, self.kv, lambda: self.quirks.silent_aborts)
+        self.matches = OpenMatches(cache, counts, self.kv, is_silent=quirks.silent_aborts)
         self.commits = Commits(cache, quirks, counts, self.matches, shortens=self.kv.reads_all)
         self.loads = self.commits.loads
         self._released_rows: list[int] = []

@@ -19,7 +19,7 @@ from kvpact.index.key_table import MAX_ROWS, NONE, KeyTable, Names, RowArray
 from kvpact.tiers.base import HEADER_BYTES
 from kvpact.tiers.disk.slab import digest_table
 from kvpact.tiers.disk.superblock import Superblock
-from kvpact.tiers.record import FIELDS, sound_in_slab
+from kvpact.tiers.record import FIELDS, valid_in_slab
 
 _NOTHING: Final = 0
 """The slot has no record, or none that can be used."""
@@ -84,8 +84,8 @@ class ForeignRecords:
             rows = table.find_each(table.names(keys[at : at + count]))
             if (unknown := rows < 0).any():
                 return at + int(unknown.argmax()) - start
-            at = at + len(rows)
-            count = 4 * count
+            at += len(rows)
+            count *= 4
         return len(keys) - start
 
     def lookup(self, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
@@ -148,18 +148,18 @@ class ForeignRecords:
         headers = headers[changed]
         slots = changed + first
         block = self._superblock
-        sound = sound_in_slab(headers, block.namespace.digest, block.slot_bytes, slots, block.refuted)
-        unsound = np.flatnonzero(~sound)
-        is_empty = ~headers[unsound].view(np.uint64).reshape(-1, HEADER_BYTES // 8).any(axis=1)
-        empty = slots[unsound[is_empty]]
+        valid = valid_in_slab(headers, block.namespace.digest, block.slot_bytes, slots, block.refuted)
+        invalid = np.flatnonzero(~valid)
+        is_empty = ~headers[invalid].view(np.uint64).reshape(-1, HEADER_BYTES // 8).any(axis=1)
+        empty = slots[invalid[is_empty]]
         with self._lock:
             self._forget(slots)
             self._state[empty] = _NOTHING
             self._checksums[empty] = 0
-            self._note(headers[sound], slots[sound])
+            self._note(headers[valid], slots[valid])
 
     def _note(self, headers: np.ndarray, slots: RowArray) -> None:
-        """Enter sound records into slots of which nothing is known; the lock is held."""
+        """Enter valid records into slots of which nothing is known; the lock is held."""
         self._checksums[slots] = headers["checksum"]
         if (same := self._still_refused(headers, slots)).any():
             headers = headers[~same]
@@ -218,7 +218,7 @@ class ForeignRecords:
             if not is_doomed.any():
                 return 0
             before = self._rows_before()
-            for _ in range(len(before).bit_length()):  # a circle, which no sound chain has, never ends
+            for _ in range(len(before).bit_length()):  # a circle, which no valid chain has, never ends
                 if not (before >= 0).any():
                     break
                 is_doomed |= is_doomed[before]

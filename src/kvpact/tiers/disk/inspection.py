@@ -141,7 +141,6 @@ def _read_record(descriptor: int, superblock: Superblock, slot: int) -> RecordHe
         return None
     key = ""
     torn = False
-    reason = ""
     try:
         header = superblock.header(slot, raw)
         key = header.key.hex()
@@ -173,8 +172,6 @@ def _orphans(parents: Mapping[bytes, bytes]) -> int:
 def _summary(item: Neighbour) -> SlabSummary | None:
     """None if the slab is gone by now."""
     path = item.path
-    in_use = item.in_use
-    file_bytes = item.file_bytes
     headers: list[RecordHeader] = []
     try:
         with closing(open_own(path, os.O_RDONLY)) as descriptor:
@@ -185,7 +182,8 @@ def _summary(item: Neighbour) -> SlabSummary | None:
     except FileNotFoundError:
         return None
     except TierError as error:
-        return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, file_bytes, 0.0, 0.0, 0 if in_use else None, str(error))
+        pid = 0 if item.in_use else None
+        return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, item.file_bytes, 0.0, 0.0, pid, str(error))
     now = time.time()
     written = [header.written for header in headers]
     return SlabSummary(
@@ -196,10 +194,10 @@ def _summary(item: Neighbour) -> SlabSummary | None:
         slots=superblock.slots_in(superblock.claim_bytes),
         blocks=len(written),
         payload_bytes=sum(header.length for header in headers),
-        file_bytes=file_bytes,
+        file_bytes=item.file_bytes,
         oldest_age=max(0.0, now - min(written, default=now)),
         newest_age=max(0.0, now - max(written, default=now)),
-        in_use_by=superblock.pid if in_use else None,
+        in_use_by=superblock.pid if item.in_use else None,
     )
 
 

@@ -106,9 +106,8 @@ class SlabReader:
     def read_ahead(self, first: int, count: int) -> None:
         """Have the kernel read the headers of `count` slots meanwhile."""
         offset = PAGE_BYTES + first * HEADER_BYTES
-        length = count * HEADER_BYTES
         with suppress(OSError):  # no more than advice
-            os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._buffered, offset, count * HEADER_BYTES, os.POSIX_FADV_WILLNEED)
 
     def read_header(self, slot: int) -> bytes:
         """The header of one slot as it is on disk."""
@@ -248,10 +247,8 @@ class Slab(SlabReader):
 
     def fill(self, slots: Sequence[int]) -> None:
         """Have the file system allocate `slots`, in holes of the file. Raises OSError; then it has some of them."""
-        size = self.superblock.file_bytes
-        slot_bytes = self.superblock.slot_bytes
         for first, count in runs(slots):
-            self._allocate(size(slots[first]), count * slot_bytes)
+            self._allocate(self.superblock.file_bytes(slots[first]), count * self.superblock.slot_bytes)
 
     def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers of the records in `slots`, which makes them visible."""

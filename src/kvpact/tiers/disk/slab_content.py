@@ -195,10 +195,10 @@ class SlabContent:
 
     def _read_piece(self, first: int, table: bytearray) -> None:
         """Enter neighbouring slots, and clear the headers of unusable ones; the header lock is held."""
-        headers, sound = judged(self.slab.superblock, first, table)
-        sound[max(0, self.slab.slots - first) :] = False
+        headers, valid = judged(self.slab.superblock, first, table)
+        valid[max(0, self.slab.slots - first) :] = False
         end = max(first, min(first + len(headers), self.index.usable_slots, self.index.num_slots))
-        (good,) = sound[: end - first].nonzero()
+        (good,) = valid[: end - first].nonzero()
         fields = headers[: len(good)] if len(good) == end - first else headers[good]
         with self.lock:
             at = slice(first, end)  # nothing is asked of the other slots there
@@ -210,7 +210,7 @@ class SlabContent:
         if deleted:
             self._forget_headers([slot for _, slot in deleted])
         if len(good) < len(headers):
-            unusable = self._unusable(first, table, sound)
+            unusable = self._unusable(first, table, valid)
             self._useless += len(unusable)
             self.accounts.count(damaged=len(unusable))
             self._forget_headers(unusable)
@@ -244,11 +244,11 @@ class SlabContent:
                 self._deleted.update(doomed)
         return sum(self.lose(partial(self.index.drop, key)) for key in doomed)
 
-    def _unusable(self, first: int, table: bytearray, sound: NDArray[np.bool_]) -> list[int]:
+    def _unusable(self, first: int, table: bytearray, valid: NDArray[np.bool_]) -> list[int]:
         """Slots whose headers are neither empty nor valid; the reasons of the first ones are logged."""
         unusable = list[int]()
         for slot, raw in occupied(table, first):
-            if sound[slot - first]:
+            if valid[slot - first]:
                 continue
             unusable.append(slot)
             if len(unusable) > _EXPLAINED:
@@ -271,7 +271,7 @@ class SlabContent:
                 self.slab.write_headers([slot], [header.encode()])
 
     def scan(self) -> Iterator[RecordHeader]:
-        """The header of every sound record, in no order."""
+        """The header of every valid record, in no order."""
         try:
             for first, table in pieces_of(self.slab):
                 for slot, raw in occupied(table, first):

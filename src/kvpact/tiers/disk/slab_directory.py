@@ -112,12 +112,14 @@ class _Newcomer:
 class SlabDirectory:
     """The slabs in kvpact's folder inside a directory that a user named, at most `capacity_bytes` together."""
 
-    def __init__(self, named: Path, capacity_bytes: int = 0, access: Access = PRIVATE) -> None:
+    def __init__(
+        self, named: Path, capacity_bytes: int = 0, access: Access = PRIVATE, folder: OwnFolder | None = None
+    ) -> None:
         self.named = named
         self.path = named / OWN_FOLDER
         self.capacity_bytes = capacity_bytes
         self.access = access
-        self.folder: OwnFolder | None = None
+        self.folder = folder
         """The folder, held open by an engine that uses it."""
         self._newcomer: _Newcomer | None = None
         self._opened_at = time.monotonic()
@@ -141,8 +143,7 @@ class SlabDirectory:
                 "disk tier: slabs right in %s are of an older kvpact; nobody reads them and no capacity counts them: "
                 "remove them (slabs are in %s now)", named, named / OWN_FOLDER,
             )  # fmt: skip
-        directory = cls(named, capacity_bytes, access)
-        directory.folder = folder
+        directory = cls(named, capacity_bytes, access, folder)
         held = (512 * path.stat().st_blocks for path in directory.slab_paths())
         warn_if_scarce(logger, "disk tier", directory.path, capacity_bytes, held)
         return directory

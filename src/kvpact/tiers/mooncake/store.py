@@ -194,13 +194,11 @@ class MooncakeStore(RecordStore):
 
     def usage(self) -> StoreUsage:
         """Usage of the whole pool by all its users."""
-        usage = StoreUsage()
         with suppress(StoreError, LookupError, ValueError, ArithmeticError):
             numbers = dict(line.rsplit(" ", 1) for line in self.ask_master("/metrics").splitlines() if " " in line)
             used = numbers["master_allocated_bytes"]
-            capacity = numbers["master_total_capacity_bytes"]
-            usage = StoreUsage(int(float(used)), int(float(capacity)))
-        return usage
+            return StoreUsage(int(float(used)), int(float(numbers["master_total_capacity_bytes"])))
+        return StoreUsage()
 
     def close(self) -> None:
         """Close the client, on a background thread that waits for given-up calls first.
@@ -244,9 +242,7 @@ class MooncakeStore(RecordStore):
 
     def ask_master(self, path: str) -> str:
         """The answer of the master's metrics port at `path`. Raises StoreError."""
-        host = self.master[0]
-        where = host_and_port(self.master[0], self.metrics_port)
-        connection = http.client.HTTPConnection(host, self.metrics_port, timeout=self._timeout)
+        connection = http.client.HTTPConnection(self.master[0], self.metrics_port, timeout=self._timeout)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -255,6 +251,7 @@ class MooncakeStore(RecordStore):
                 raise StoreError(f"cannot list {self.place}: its master answers {response.status} to {path}")
             return text
         except (OSError, http.client.HTTPException) as error:
+            where = host_and_port(self.master[0], self.metrics_port)
             raise StoreError(
                 f"cannot list {self.place}: the master's metrics port {where} does not answer "
                 f"({error}); name the right one with ?metrics=PORT"

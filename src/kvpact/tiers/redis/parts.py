@@ -86,8 +86,8 @@ def without_missing(
     ]:  # fmt: skip
         for record in missing(parts):
             left.pop(record, None)
-        first = first + count
-        count = 4 * count
+        first += count
+        count *= 4
     return left.keys()
 
 

@@ -132,11 +132,11 @@ class SharedTier(Tier):
             wanted = self._readable(keys) if running and keys else ()
             for first, end in groups_of([buffers[at] for at in wanted]):
                 part = wanted[first:end]
-                sound = list(self._read([keys[at] for at in part], [buffers[at] for at in part]))
-                for at, is_sound in zip(part, sound, strict=False):
-                    arrived[at] = is_sound
+                valid = list(self._read([keys[at] for at in part], [buffers[at] for at in part]))
+                for at, is_valid in zip(part, valid, strict=False):
+                    arrived[at] = is_valid
                 more = on_progress is None or on_progress(leading(arrived))
-                if len(sound) < len(part) or not more:
+                if len(valid) < len(part) or not more:
                     break
         return arrived
 
@@ -151,7 +151,7 @@ class SharedTier(Tier):
         return range(len(keys))
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> Iterator[bool]:
-        """Read block `keys[i]` into `buffers[i]`, all at once; then say of each whether it is there and sound.
+        """Read block `keys[i]` into `buffers[i]`, all at once; then say of each whether it is there and valid.
 
         Ends at once if the store fails.
         """
@@ -170,7 +170,7 @@ class SharedTier(Tier):
         blocks = list(zip(found, keys, names, headers, buffers, strict=False))
         self._end_unread({name: (key, bytes_of(buffer)) for there, key, name, _, buffer in blocks if not there})
         for there, key, name, header, buffer in blocks:
-            yield there and self._is_sound(key, name, header, buffer)
+            yield there and self._is_valid(key, name, header, buffer)
 
     # Checks
 
@@ -185,7 +185,7 @@ class SharedTier(Tier):
             refuted=self._refuted,
         )
 
-    def _is_sound(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
+    def _is_valid(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
         """True if a record that was read may be served. If not it is removed."""
         reason = self._wrong(key, header, buffer)
         if reason and self.store.tears_reads:  # perhaps it was replaced during the read
