@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.cold_costs import Meter
 from benchmarks.e2e_engines import COMPUTING_CORE, hook_times, on_core
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact_testkit.demo.cpu_time import look_at
 from kvpact_testkit.demo.engine import EngineError, EngineProcess, loading_on_all_cores
 from kvpact_testkit.demo.messages import Output

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import Namespace
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.superblock import Superblock
 
 FOLDER = Path(__file__).parents[1] / "tests" / "data" / "models"
 

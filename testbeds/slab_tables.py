@@ -11,8 +11,8 @@ import xxhash
 
 from kvpact.identity.keys import KEY_BYTES, Namespace
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.disk.slab import Superblock
 from kvpact.tiers.disk.slab_directory import SlabDirectory
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.record import FIELDS, RECORD_FORMAT, RECORD_MAGIC
 
 _AT_ONCE = 1 << 16

@@ -18,7 +18,7 @@ from at_the_end import at_the_end
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.tiers.base import BlockBuffer, Entry, chained, leading
-from kvpact.tiers.disk.slab import PAGE_BYTES, SLAB_FORMAT, SLAB_MAGIC, Superblock
+from kvpact.tiers.disk.superblock import PAGE_BYTES, SLAB_FORMAT, SLAB_MAGIC, Superblock
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact_testkit.peers.own import overwrite as overwrite
 

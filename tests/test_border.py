@@ -29,7 +29,7 @@ from kvpact.own_files import OWN_FOLDER, CacheFile
 from kvpact.threads import start_background
 from kvpact.tiers.awaited import open_tiers
 from kvpact.tiers.base import HEADER_BYTES, RecordHeader
-from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock
+from kvpact.tiers.disk.superblock import PAGE_BYTES, Superblock
 from kvpact.tiers.mooncake.store import MooncakeStore
 from kvpact.tiers.objects.packs import PACK_FORMAT, PACK_MAGIC, decode_pack
 from kvpact.tiers.record import RECORD_FORMAT, RECORD_MAGIC

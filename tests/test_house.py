@@ -492,7 +492,6 @@ HAVE_CHECK = {
 """Classes whose structures must agree with one another: `check` says whether they do."""
 
 CHECKED_ELSEWHERE = {
-    "kvpact_testkit.engine.scheduler.Scheduler": "Engine.check verifies its queues and loads",
     "kvpact_testkit.engine.simulated_worker.SimulatedWorker": "does what it is told, also wrongly; caches are checked",
     "kvpact_testkit.engine.v1_connector.V1ConnectorWorker": "what it keeps is the connector's, which nobody can see",
 }

@@ -8,7 +8,7 @@ import re
 from documents import PACKAGES, ROOT
 from kvpact.identity.keys import KEY_FORMAT
 from kvpact.metrics import MissReason
-from kvpact.tiers.disk.slab import SLAB_FORMAT
+from kvpact.tiers.disk.superblock import SLAB_FORMAT
 from kvpact.tiers.objects.packs import PACK_FORMAT
 from kvpact.tiers.record import HEADER_BYTES, RECORD_FORMAT
 from kvpact.vllm.identity import FORMAT

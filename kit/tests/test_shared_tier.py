@@ -41,7 +41,7 @@ def test_a_store_that_cannot_list_its_records_makes_a_tier_without_scan() -> Non
     assert all(tier.put(chained(DOCUMENT.keys, filled_buffers(DOCUMENT.keys, SLOT, 1))))
     assert all(tier.lookup(DOCUMENT.keys))
     assert not isinstance(tier, SupportsScan)
-    with pytest.raises(TierError, match="cannot clear: a dictionary has no list of what is there"):
+    with pytest.raises(TierError, match="cannot clear: a dictionary cannot list its records"):
         tier.clear()
     tier.close()
 

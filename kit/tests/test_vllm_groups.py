@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.vllm.connector import PactConnector
-from kvpact.worker.jobs import RankJobs
+from kvpact.worker.rank_jobs import RankJobs
 from kvpact_testkit.results import Verdict, as_text
 from kvpact_testkit.vllm.driver import VllmDriver
 from kvpact_testkit.vllm.releases import RELEASES, installed_release, run_on_release

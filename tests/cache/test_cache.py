@@ -16,7 +16,7 @@ from kvpact.cache.prepare import MAX_LOADS_WITHOUT_PROGRESS
 from kvpact.contract import ExternalKVMatch, JobOutcome, StepWork, WorkerReport
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, MediaSpan, RequestIdentity
-from kvpact.index.block_index import State
+from kvpact.index.block_index import SlotState
 from kvpact.metrics import MEMORY, EndReason, MissReason, explain_misses, series
 from kvpact.tiers.base import BlockBuffer, Entry, Progress
 from kvpact.tiers.disk.tier import DiskTier
@@ -447,7 +447,7 @@ def test_h21_slots_of_a_late_read_are_not_reused_before_it_ended(tmp_path: Path)
     on_disk_alone(scene)
     late = SceneRequest("b", tokens(33))
     assert scene.cache.prepare_external_match(late, 0) is None
-    reading = {slot for slot in range(8) if scene.cache.index.state(slot) == State.RESERVED}
+    reading = {slot for slot in range(8) if scene.cache.index.state(slot) == SlotState.RESERVED}
     assert len(reading) == 4
     scene.now += 2.0
     assert scene.prepare(late).num_tokens == 0

@@ -10,7 +10,7 @@ import pytest
 
 from kvpact.cache.jobs import GroupBlocks, OffloadRun, PactPlan, TransferJobs
 from kvpact.errors import PactViolation
-from kvpact.index.block_index import BlockIndex, State
+from kvpact.index.block_index import BlockIndex, SlotState
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 from scenes import BLOCK_SIZE, Scene, SceneBlocks, SceneRequest, open_disk, tokens
 
@@ -51,7 +51,7 @@ def test_a_slot_that_is_filled_from_a_tier_and_given_up(tmp_path: Path) -> None:
     index.clear()
     assert scene.cache.prepare_external_match(SceneRequest("again", tokens(3 * BLOCK_SIZE + 1)), 0) is None
     scene.cache.check()
-    index.abandon([slot for slot in range(index.num_slots) if index.state(slot) is State.RESERVED])
+    index.abandon([slot for slot in range(index.num_slots) if index.state(slot) is SlotState.RESERVED])
     with pytest.raises(PactViolation, match="filled from a tier"):
         scene.cache.check()
     scene.is_open = False

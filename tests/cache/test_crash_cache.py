@@ -21,7 +21,7 @@ from crash_child import BLOCK_SIZE, DOCUMENTS, NAMESPACE, SLOT_BYTES, STEM, TAIL
 
 from kvpact.identity.keys import BlockKeys, RequestIdentity
 from kvpact.tiers.disk.inspection import verify_slab
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact_testkit.demo.engine import session_members
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpact.cache.ledger import ENDINGS, HISTORY_LENGTH, TRANSITIONS, Event, Ledger, Plan, State
+from kvpact.cache.ledger import ENDINGS, HISTORY_LENGTH, TRANSITIONS, Ledger, Plan, PlanEvent, State
 from kvpact.contract import POSTPONED_STEPS
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason, Metrics
@@ -68,18 +68,18 @@ class Scene:
         return self.held.total()
 
 
-def drive(scene: Scene, plan: Plan[str, str], event: Event) -> None:
+def drive(scene: Scene, plan: Plan[str, str], event: PlanEvent) -> None:
     """Send `event` through the public method that it belongs to."""
     ledger, whole = scene.ledger, RangeSet.of(plan.committed_blocks)
-    if event in (Event.PREPARE_READY, Event.PREPARE_LATER):
+    if event in (PlanEvent.PREPARE_READY, PlanEvent.PREPARE_LATER):
         ledger.ready(plan, promised_tokens=plan.blocks.count * BLOCK_SIZE, leases=plan.leases, now=0)
-    elif event is Event.RENEW:
+    elif event is PlanEvent.RENEW:
         ledger.renew(plan, 1)
-    elif event is Event.COMMIT:
+    elif event is PlanEvent.COMMIT:
         ledger.commit(plan, 16, now=1)
-    elif event is Event.ABORT:
+    elif event is PlanEvent.ABORT:
         ledger.abort(plan, EndReason.DEADLINE)
-    elif event is Event.ARRIVED:
+    elif event is PlanEvent.ARRIVED:
         ledger.settle(plan, loaded=whole, failed=RangeSet())
     else:
         ledger.settle(plan, loaded=RangeSet(), failed=whole or RangeSet.span(0, 1))
@@ -101,13 +101,13 @@ def in_state(scene: Scene, state: State) -> Plan[str, str]:
     return plan
 
 
-@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("event", PlanEvent)
 @pytest.mark.parametrize("state", [state for state in State if state is not State.NONE])
-def test_every_event_in_every_state_does_what_the_table_says(state: State, event: Event) -> None:
+def test_every_event_in_every_state_does_what_the_table_says(state: State, event: PlanEvent) -> None:
     scene = Scene()
     plan = in_state(scene, state)
     assert plan.state is state
-    if event is Event.PREPARE_LATER:  # Opens plans only; on an open one it is a renewal.
+    if event is PlanEvent.PREPARE_LATER:  # Opens plans only; on an open one it is a renewal.
         assert (state, event) not in TRANSITIONS
         return
     expected = TRANSITIONS.get((state, event))
@@ -127,12 +127,12 @@ def test_every_event_in_every_state_does_what_the_table_says(state: State, event
         assert bool(scene.number_held) == (expected not in ENDINGS)
 
 
-@pytest.mark.parametrize("event", Event)
-def test_only_a_prepare_begins_a_plan(event: Event) -> None:
-    opens = {Event.PREPARE_LATER: State.PENDING, Event.PREPARE_READY: State.PLANNED}
+@pytest.mark.parametrize("event", PlanEvent)
+def test_only_a_prepare_begins_a_plan(event: PlanEvent) -> None:
+    opens = {PlanEvent.PREPARE_LATER: State.PENDING, PlanEvent.PREPARE_READY: State.PLANNED}
     assert TRANSITIONS.get((State.NONE, event)) == opens.get(event)
     if event in opens:
-        assert Scene().plan(ready=event is Event.PREPARE_READY).state is opens[event]
+        assert Scene().plan(ready=event is PlanEvent.PREPARE_READY).state is opens[event]
 
 
 def test_every_state_can_be_reached_and_left_unless_it_is_an_ending() -> None:

@@ -314,13 +314,13 @@ def test_h66_deletions_that_are_refused_for_long_are_bounded_and_lose_nothing(
         one.delete([number.to_bytes(32, "big")])
         drained(one)
     now = time.monotonic()
-    assert not one.may_read
-    assert not one.may_write
-    assert one.undeleted <= 100
+    assert not one.health.may_read
+    assert not one.health.may_write
+    assert len(one.deletions) <= 100
     tier.sick.clear()
     one.check(now + 2 * REPEAT_SECONDS)
     drained(one)
-    assert (tier.calls.count("clear"), one.may_read) == ((0, False) if shared else (2, True))
+    assert (tier.calls.count("clear"), one.health.may_read) == ((0, False) if shared else (2, True))
     one.close(1.0)
 
 
@@ -336,7 +336,7 @@ def test_h36_a_block_that_is_to_be_dropped_twice_is_forgotten_once_it_is_dropped
     one.check(time.monotonic() + 2 * REPEAT_SECONDS)
     drained(one)
     one.deletions.check()
-    assert one.undeleted == 0
+    assert len(one.deletions) == 0
     one.close(1.0)
 
 
@@ -348,11 +348,11 @@ def test_h66_a_tier_of_which_count_is_lost_twice_is_used_again_once_it_is_empty(
     for first in (0, 101):
         one.delete([number.to_bytes(32, "big") for number in range(first, first + 101)])
         one.deletions.check()
-    may_write = one.may_write
+    may_write = one.health.may_write
     assert not may_write
     drained(one)
     one.deletions.check()
-    assert one.may_write
+    assert one.health.may_write
     one.close(1.0)
 
 

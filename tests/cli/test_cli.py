@@ -20,7 +20,7 @@ from kvpact.cli.vllm_command import with_classes_that_fit
 from kvpact.config import load_config
 from kvpact.identity.keys import Namespace
 from kvpact.tiers.base import chained
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact_command import DISK, END, KVPACT, SECRET, fake_vllm_in, kvpact, refusal, serve, without_settings
 

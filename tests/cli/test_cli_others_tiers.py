@@ -118,5 +118,5 @@ def test_tiers_asks_any_tier_of_another_package() -> None:
 @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("gc", "--yes", "--namespace", "0123abcd")])
 def test_a_tier_that_shows_a_command_nothing_is_refused_with_the_reason(command: tuple[str, ...]) -> None:
     said = refusal(*command, "plain://well")
-    assert said.startswith("plain://well: a DictionaryTier is opened for one model, and shows a command nothing")
+    assert said.startswith("plain://well: a DictionaryTier is opened for one model, and shows a command no blocks")
     assert refusal(*command, "plain://raises") == "plain://raises: RuntimeError: cannot think"

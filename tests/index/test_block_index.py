@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpact.errors import PactViolation
-from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
+from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, SlotState
 from kvpact.index.slot_space import PlainSlots
 from kvpact.index.table import Table
 
@@ -63,7 +63,7 @@ def test_a_block_is_held_only_when_every_block_before_it_is() -> None:
     index = BlockIndex(8)
     first, second, third = reserved(index, "abc").slots
     assert index.complete([third]) == []
-    assert index.state(third) == State.SAVED
+    assert index.state(third) == SlotState.SAVED
     assert index.complete([first]) == [named("a")]
     assert index.held_prefix(chain("abc")) == 1
     assert index.complete([second]) == [named("ab"), named("abc")]
@@ -381,7 +381,7 @@ def test_withdrawn_slots_are_free_when_their_last_user_has_ended() -> None:
     assert sorted(slot for _, slot in index.withdraw_slots(3)) == [3, 4, 5]
     index.check()
     assert (index.usable_slots, len(index), index.free_slots) == (3, 3, 0)
-    assert [index.state(slot) for slot in (3, 4, 5)] == [State.DOOMED, State.FREE, State.FREE]
+    assert [index.state(slot) for slot in (3, 4, 5)] == [SlotState.DOOMED, SlotState.FREE, SlotState.FREE]
     index.use_slots(5)
     assert reserved(index, "x").slots == (4,), "slot 3 is still read"
     index.unpin(pin)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stored_blocks import StoredBlock, restore
 
-from kvpact.index.block_index import ROOT, BlockIndex, Pin, State
+from kvpact.index.block_index import ROOT, BlockIndex, Pin, SlotState
 from kvpact.index.slot_space import PlainSlots
 
 NUM_SLOTS = 7
@@ -327,12 +327,12 @@ class IndexMachine(RuleBasedStateMachine):
             chain_slots = [each.slot for each in block.lineage()][::-1]
             for count in {1, len(chain_slots)} if not block.is_side else ():
                 assert [*self.index.slots_to(block.slot, count)] == chain_slots[-count:]
-            expected = State.HELD if block.held else State.SAVED if block.filled else State.RESERVED
+            expected = SlotState.HELD if block.held else SlotState.SAVED if block.filled else SlotState.RESERVED
             assert self.index.state(block.slot) == expected
         for block in self.model.blocks:
             if block.dropped:
                 assert self.index.key_at(block.slot) is None
-                assert self.index.state(block.slot) == (State.CANCELLED if block.writing else State.DOOMED)
+                assert self.index.state(block.slot) == (SlotState.CANCELLED if block.writing else SlotState.DOOMED)
         for parent in [ROOT, *known]:
             assert self.index.reservable(parent) == self.model.free() + len(self.model.evictable(parent))
         for key, block in known.items():

@@ -64,7 +64,7 @@ def test_the_results_say_which_blocks_are_there_and_how_many_in_a_row(client: Ti
     assert done_of(client) == GetDone("read", (False, True, False))
     assert b"".join(buffers[1]) == content(KEYS[3], SLOT)
     assert client.lent == 0
-    assert not client.is_open
+    assert not client.health.is_paused
 
 
 def test_a_read_of_which_only_a_later_block_arrives_is_no_broken_word(
@@ -74,12 +74,12 @@ def test_a_read_of_which_only_a_later_block_arrives_is_no_broken_word(
     for number in range(6):
         assert client.submit_get(number, KEYS, empty_buffers(5, SLOT))
         assert done_of(client) == GetDone(number, (False, True, True, True, True))
-    assert not client.is_open
+    assert not client.health.is_paused
     for number in range(6):
         client.submit_get(number, [b"?" * 32], empty_buffers(1, SLOT))
-        if not client.is_open:
+        if not client.health.is_paused:
             done_of(client)
-    assert client.is_open, "nothing arrives of what it said it has"
+    assert client.health.is_paused, "nothing arrives of what it said it has"
 
 
 def test_blocks_that_wait_for_deletion_are_not_held(dictionary: DictionaryTier, client: TierClient) -> None:

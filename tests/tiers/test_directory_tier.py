@@ -504,7 +504,7 @@ def test_h95_on_a_file_system_smaller_than_the_capacity_the_least_recently_used_
     assert tier.counts().evicted > 60
     assert tier.health().ok
     assert "No space left on device" in tier.health().reason
-    assert tier.health().reason.endswith("; what was used least recently goes")
+    assert tier.health().reason.endswith("; the least recently used blocks are evicted")
     assert caplog.text.count("No space left on device") == 1
     assert temporaries(small_disk) == []
     other = open_tier(small_disk)

@@ -26,7 +26,7 @@ from kvpact.tiers.disk.slab_directory import NoRoomYet
 from kvpact.tiers.disk.slab_opening import SlabOpener
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import GetDone, TierExecutor
-from kvpact.tiers.record import sound_in_slab
+from kvpact.tiers.record import valid_in_slab
 from slab_scenes import (
     SLOT,
     Told,
@@ -368,7 +368,7 @@ def test_h61_reads_of_blocks_that_others_have_evicted_are_no_failures(host: Host
         while not (done := list(client.poll())):
             time.sleep(0.001)
         assert [each.in_a_row if isinstance(each, GetDone) else each for each in done] == [2 if number == 5 else 0]
-    assert not client.is_open
+    assert not client.health.is_paused
     client.executor.close(1.0)
 
 
@@ -444,9 +444,9 @@ def test_only_headers_that_have_changed_are_decoded(host: Host, monkeypatch: pyt
 
     def counted(headers: Any, namespace: bytes, max_length: int, slots: Any, refuted: Any) -> Any:
         decoded.extend(slots.tolist())
-        return sound_in_slab(headers, namespace, max_length, slots, refuted)
+        return valid_in_slab(headers, namespace, max_length, slots, refuted)
 
-    monkeypatch.setattr(foreign_records, "sound_in_slab", counted)
+    monkeypatch.setattr(foreign_records, "valid_in_slab", counted)
     second.tend()
     assert len(decoded) == 16
     store(first, KEYS[:3])

@@ -515,7 +515,7 @@ def test_h95_on_a_disk_smaller_than_the_capacity_the_least_recently_used_goes(
     assert served(tier, chain("document 0", 4)) == 0
     assert caplog.text.count("cannot grow") == 1
     assert tier.health().ok
-    assert "No space left on device; it serves what it has" in tier.health().reason
+    assert "No space left on device; it keeps its present size" in tier.health().reason
     assert tier.counts().dropped_writes == 0
     ballast.unlink()
     monkeypatch.setattr(slab_size, "GROWTH_RETRY_S", 0.0)
@@ -560,7 +560,7 @@ def test_h95_a_limit_on_the_size_of_files_is_no_dead_end(tmp_path: Path) -> None
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | found)
     stored, held, reason = said.stdout.splitlines()
     assert (stored, held) == (str([4] * 10), "4 0 True")
-    assert "File too large; it serves what it has" in reason
+    assert "File too large; it keeps its present size" in reason
 
 
 def test_a_disk_too_full_for_a_superblock(small_disk: Path) -> None:
@@ -607,7 +607,7 @@ def test_an_unwritable_slab(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         pytest.skip("the file system has no immutable files")
     try:
         assert open_tier(tmp_path).slab.path != path
-        assert "is left alone, another file is used: Operation not permitted" in caplog.text
+        assert "is skipped, another file is used: Operation not permitted" in caplog.text
     finally:
         subprocess.run(["chattr", "-i", path], check=True)
 

@@ -272,7 +272,7 @@ def test_a_tier_that_raises_costs_its_ticket_and_one_log_line_a_kind(
 def test_a_ticket_names_one_thing_at_a_time(slow: SlowTier) -> None:
     queue = TierExecutor(slow, threads=1, max_write_bytes=0)
     queue.submit(Job("same", KEYS[:1], memory(1)))
-    with pytest.raises(PactViolation, match="'same' is under way already"):
+    with pytest.raises(PactViolation, match="operation 'same' is already running"):
         queue.submit(Job("same", KEYS[:1], memory(1)))
     slow.reads_go.set()
     drain(queue, 1)

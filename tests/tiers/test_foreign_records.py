@@ -20,7 +20,7 @@ from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header
 from kvpact.tiers.disk import foreign_records
 from kvpact.tiers.disk.foreign_records import ForeignRecord, ForeignRecords
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.record import FIELDS, RecordMac
 from slab_scenes import NAMESPACE, OTHER, SLOT, chain
 from slab_tables import chain_keys, headers_of, sealed, write_slab

@@ -62,7 +62,7 @@ class Used:
         return done.each
 
     def _done(self) -> Any:
-        until(lambda: self.client.has_completions)
+        until(lambda: self.client.executor.has_completions)
         return next(self.client.poll())
 
     def until_changed(self) -> None:
@@ -71,7 +71,7 @@ class Used:
 
     def until_anew(self) -> None:
         """Until the client has an opened tier in another place of the old one."""
-        until(lambda: self.client.use_what_is_there() and not self.client.is_awaited)
+        until(lambda: self.client.use_what_is_there() and not self.client.health.is_awaited)
 
     def close(self) -> None:
         assert self.client.close(5.0)
@@ -126,7 +126,7 @@ def test_h122_a_place_that_is_taken_away_is_opened_anew_without_what_it_held(
     assert used.get(old) == (False,) * 3
     assert used.put(new) == used.get(new) == (True,) * 3
     assert used.client.tier.health().ok
-    (said,) = [line.getMessage() for line in caplog.records if "is opened anew, without what it held" in line.msg]
+    (said,) = [line.getMessage() for line in caplog.records if "lost its content and is opened anew" in line.msg]
     assert str(tmp_path / "mounted" / "kv") in said
     used.close()
     again = Used(used.opened.url.url)
@@ -139,15 +139,17 @@ def test_h122_until_it_can_be_opened_its_loss_is_told_as_the_reason(used: Used, 
     mount = tmp_path / "mounted"
     remove(mount)
     used.until_changed()
-    assert used.client.is_open
-    assert "was removed; it is opened anew" in used.client.trouble or "does not exist" in used.client.trouble
-    until(lambda: "does not exist; create it" in used.client.trouble)
-    assert not used.client.may_write
-    assert not used.client.may_read
+    assert used.client.health.is_paused
+    assert (
+        "was removed; it is opened anew" in used.client.health.trouble or "does not exist" in used.client.health.trouble
+    )
+    until(lambda: "does not exist; create it" in used.client.health.trouble)
+    assert not used.client.health.may_write
+    assert not used.client.health.may_read
     assert used.client.capacity().used_bytes == 0
     mount.mkdir()
     used.until_anew()
-    assert not used.client.is_open
+    assert not used.client.health.is_paused
 
 
 def test_h122_counts_go_on_where_a_tier_is_opened_anew(used: Used, tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_h122_a_place_is_not_opened_anew_while_an_operation_holds_the_old_one_op
         remove(tmp_path / "kv")
         until(lambda: len(looks) > 10)
         used.client.use_what_is_there()
-        assert used.client.is_awaited
+        assert used.client.health.is_awaited
         assert not (tmp_path / "kv").exists()
         go_on.set()
         used.until_anew()

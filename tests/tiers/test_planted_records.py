@@ -19,7 +19,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvpact.tiers.base import HEADER_BYTES, UNSEALED, Tier, chained, leading
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.mooncake.store import MooncakeStore, open_mooncake
 from kvpact.tiers.objects.packs import encode_pack

@@ -140,7 +140,7 @@ def test_h95_a_file_system_that_takes_no_more_files_is_no_dead_end(
         assert [put_document(tier, one, 4096) for one in wanted] == [4] * len(wanted)
         assert [served_of_document(tier, one, 4096) for one in (wanted[0], wanted[-1])] == [0, 4]
         assert tier.health().ok
-        assert "what was used least recently goes" in tier.health().reason
+        assert "the least recently used blocks are evicted" in tier.health().reason
         tier.close()
 
 
@@ -164,7 +164,8 @@ def test_h95_objects_on_a_full_file_system_give_way_to_new_ones(
     assert tier.counts().evicted > 10
     assert tier.counts().dropped_writes == tier.counts().damaged == 0
     assert tier.health().ok
-    assert tier.health().reason == (f"file://{small_disk}: No space left on device; what was used least recently goes")
+    full = f"file://{small_disk}: No space left on device"
+    assert tier.health().reason == f"{full}; the least recently used blocks are evicted"
     assert caplog.text.count("No space left on device") == 1
     again = objects_in(small_disk)
     assert put_document(again, document("after a restart", 4), SLOT) == 4

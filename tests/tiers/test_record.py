@@ -21,7 +21,7 @@ from kvpact.tiers.base import (
     is_empty_header,
     payload_digest,
 )
-from kvpact.tiers.record import FIELDS, sound_in_slab
+from kvpact.tiers.record import FIELDS, valid_in_slab
 from slab_tables import sealed
 
 NAMESPACE = b"n" * 32
@@ -49,7 +49,7 @@ def test_a_block_that_stands_for_itself_says_how_deep_it_is() -> None:
     fields["depth"][2] = 0
     sealed(fields)
     slots = np.full(3, 3)
-    assert sound_in_slab(fields, NAMESPACE, 8192, slots).tolist() == [True, True, False], "as one by one"
+    assert valid_in_slab(fields, NAMESPACE, 8192, slots).tolist() == [True, True, False], "as one by one"
 
 
 def test_a_record_outside_a_slab_has_no_slot() -> None:

@@ -18,7 +18,7 @@ from kvpact.tiers.base import RecordHeader, chained, leading
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
-from kvpact.tiers.disk.slab import refute_in
+from kvpact.tiers.disk.superblock import refute_in
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.record import RecordMac
@@ -180,7 +180,7 @@ def test_a_tier_that_refuses_the_mark_is_asked_again(monkeypatch: pytest.MonkeyP
         client.check(0.0)
         list(client.poll())
     assert client.close(5.0)
-    assert client.undeleted == 0
+    assert len(client.deletions) == 0
     assert got(shared_tier(DictionaryStore(records.records)), DOCUMENT) == 0
 
 

@@ -359,7 +359,7 @@ def test_h96_on_a_full_disk_holes_stay_holes_and_others_go(small_disk: Path, mon
         assert store(full, chain(f"new {number}", 10)) == 10 == served(full, chain(f"new {number}", 10))
         assert used_blocks(full) == 40
         full.tend()
-    assert "No space left on device; it serves what it has" in full.health().reason
+    assert "No space left on device; it keeps its present size" in full.health().reason
     assert full.counts().dropped_writes == 0
     (small_disk / "ballast").unlink()
     monkeypatch.setattr(slab_size, "GROWTH_RETRY_S", 0.0)
@@ -382,7 +382,7 @@ def test_h96_where_files_have_no_holes_it_is_said_once_and_the_end_is_cut(
     second = open_tier(tmp_path, SLOTS)
     settle(tmp_path, first, second)
     settle(tmp_path, first, second)
-    assert caplog.text.count("makes no holes in files, so the blocks at its end go") == 1
+    assert caplog.text.count("makes no holes in files, so the blocks at its end are evicted") == 1
     assert first.slab.path.stat().st_size <= CAPACITY // 2
     assert 60 <= first.capacity().blocks <= SLOTS // 2
     assert store(second, chain("mine", 60)) == 60

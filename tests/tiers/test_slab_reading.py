@@ -17,9 +17,10 @@ from kvpact.index.restoring import Restoring
 from kvpact.tiers.base import HEADER_BYTES, chained
 from kvpact.tiers.disk import header_table, own_slab
 from kvpact.tiers.disk.header_table import PIECE_SLOTS
-from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
+from kvpact.tiers.disk.slab import Slab
+from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.tiers.disk.tier import DiskTier
-from kvpact.tiers.record import sound_in_slab
+from kvpact.tiers.record import valid_in_slab
 from slab_scenes import NAMESPACE, filled, opened
 from slab_tables import chain_keys, write_slab
 
@@ -139,10 +140,10 @@ def test_opening_reads_the_table_in_few_reads_and_skips_holes(
 
     def judging(headers: NDArray[Any], *rest: Any) -> Any:
         judged.append(len(headers))
-        return sound_in_slab(headers, *rest)
+        return valid_in_slab(headers, *rest)
 
     monkeypatch.setattr(Slab, "preadv", staticmethod(counted))
-    monkeypatch.setattr(header_table, "sound_in_slab", judging)
+    monkeypatch.setattr(header_table, "valid_in_slab", judging)
     tier = open_slab(tmp_path, capacity)
     tier.tend()
     assert tier.capacity().blocks == BLOCKS

@@ -69,7 +69,7 @@ def test_h127_a_directory_evicts_past_what_it_cannot_remove(tmp_path: Path, capl
         told = [line.getMessage() for line in caplog.records if "cannot be removed" in line.msg % line.args]
         assert len(told) == 1, "once"
         assert "Device or resource busy" in told[0]
-        assert "others go instead" in told[0]
+        assert "others are evicted instead" in told[0]
 
 
 @given(stuck=st.sets(st.integers(0, 7)), writes=st.integers(1, 10))

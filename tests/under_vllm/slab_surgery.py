@@ -9,7 +9,7 @@ from pathlib import Path
 from engines import BLOCK
 from kvpact.identity.keys import BlockKey, BlockKeys, Namespace, RequestIdentity
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader
-from kvpact.tiers.disk.slab import PAGE_BYTES, Superblock
+from kvpact.tiers.disk.superblock import PAGE_BYTES, Superblock
 
 
 class SlabSurgery:

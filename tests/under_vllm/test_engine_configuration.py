@@ -23,7 +23,7 @@ from kvpact.config import load_config
 from kvpact.errors import ConfigError
 from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
-from kvpact.tiers.disk.slab import PAGE_BYTES
+from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.vllm import checks
 from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDULER
 from kvpact.vllm.connector import PactConnector
@@ -157,7 +157,7 @@ def test_a_disk_that_gets_full_keeps_what_fits(
     assert_serves(engine)
     scarce, complaint = complaints(caplog)
     assert "a capacity of 1MiB is more than the 40KiB that" in scarce
-    assert "No space left on device; it serves what it has" in complaint
+    assert "No space left on device; it keeps its present size" in complaint
     counts = engine.counts
     assert counts['written_blocks{tier="disk"}'] + counts['dropped_writes{tier="disk"}'] >= 6
     assert counts['dropped_writes{tier="disk"}'] > 0

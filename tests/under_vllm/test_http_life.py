@@ -476,7 +476,7 @@ def test_h122_folders_that_are_removed_under_kvpact_serve_are_used_again_within_
     written(places, 2 * BLOCKS * len(PROMPTS))  # memory has them, and offers them again
     assert time.monotonic() - began < WITHIN_30_S
     log = server.log.read_text()
-    assert log.count("is opened anew, without what it held") == len(places)
+    assert log.count("lost its content and is opened anew") == len(places)
     assert log.count("is used from now on") == len(places)
     assert all(server.ask(tokens).same_as(answer) for tokens, answer in zip(PROMPTS, expected, strict=True))
     server.process.kill()

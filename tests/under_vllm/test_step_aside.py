@@ -53,7 +53,7 @@ def test_nobody_steps_aside_for_long_where_the_cache_serves_no_more(
     side.loads.ended.add("behind it")
     assert engine.step() == 0
     assert side.loads.must_step_aside
-    monkeypatch.setattr(side.mounted, "may_serve", lambda: False)
+    monkeypatch.setattr(side.mounted, "read_notices", lambda: False)
     played = engine.add(PROMPT)
     engine.run()
     assert played.said == answer(PROMPT, 3)

@@ -26,7 +26,7 @@ from kvpact.vllm.compat.scheduler import StepBlockTables
 from kvpact.vllm.groups import engine_groups, fit_to_engine
 from kvpact.vllm.identity import engine_namespace
 from kvpact.wire import UnorderedLoad
-from kvpact.worker.jobs import RankJobs
+from kvpact.worker.rank_jobs import RankJobs
 from vllm_played_engine import vllm_config
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 4, "head_size": 16, "dtype": torch.bfloat16}

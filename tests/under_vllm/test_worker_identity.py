@@ -24,7 +24,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import SegmentAddress
-from kvpact.tiers.disk.slab import Superblock
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.vllm.compat.configuration import ranks_with_same_kv
 from kvpact.vllm.compat.objects import rotary_modules
 from kvpact.vllm.worker_identity import facts_of_ranks, facts_of_slots, layer_pages, worker_facts

@@ -303,8 +303,8 @@ OBSTACLES = {
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("silent", [False, True])
 def test_obstacles_behind_the_probe_postpone_the_match(obstacle: ExternalMatchExit, silent: bool) -> None:
-    engine, cache = warm_engine()
-    engine.scheduler.quirks = replace(OBSTACLES[obstacle], silent_aborts=silent)
+    engine, cache = warm_engine(SILENT if silent else None)
+    engine.scheduler.quirks = OBSTACLES[obstacle]
     engine.add_request(warm_request(encoder_tokens=50))
     engine.step()
     engine.step()

@@ -124,7 +124,7 @@ class Finder:
     def why_unknown(self) -> MissReason:
         """Why blocks are known nowhere: a tier that would be asked for them cannot be, or none of all has them."""
         shared = self.may_be_shared
-        is_down = any(client.is_open for client in self.tiers.clients if shared or not client.shared)
+        is_down = any(client.health.is_paused for client in self.tiers.clients if shared or not client.shared)
         return MissReason.TIER_DOWN if is_down else MissReason.NOT_STORED
 
     def computes_faster(self, blocks: int, seconds: float | None) -> bool:

@@ -41,7 +41,7 @@ class State(StrEnum):
     ABORTED = "ABORTED"
 
 
-class Event(StrEnum):
+class PlanEvent(StrEnum):
     """What happens to a plan; the value is the arrow's text in docs/lifecycle.md."""
 
     PREPARE_LATER = "prepare, a tier answers later"
@@ -53,17 +53,17 @@ class Event(StrEnum):
     FELL_SHORT = "a named range did not arrive"
 
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.NONE, Event.PREPARE_LATER): State.PENDING,
-    (State.NONE, Event.PREPARE_READY): State.PLANNED,
-    (State.PENDING, Event.PREPARE_READY): State.PLANNED,
-    (State.PENDING, Event.RENEW): State.PENDING,
-    (State.PENDING, Event.ABORT): State.ABORTED,
-    (State.PLANNED, Event.RENEW): State.PLANNED,
-    (State.PLANNED, Event.COMMIT): State.LOADING,
-    (State.PLANNED, Event.ABORT): State.ABORTED,
-    (State.LOADING, Event.ARRIVED): State.LOADED,
-    (State.LOADING, Event.FELL_SHORT): State.SHORT,
+TRANSITIONS: dict[tuple[State, PlanEvent], State] = {
+    (State.NONE, PlanEvent.PREPARE_LATER): State.PENDING,
+    (State.NONE, PlanEvent.PREPARE_READY): State.PLANNED,
+    (State.PENDING, PlanEvent.PREPARE_READY): State.PLANNED,
+    (State.PENDING, PlanEvent.RENEW): State.PENDING,
+    (State.PENDING, PlanEvent.ABORT): State.ABORTED,
+    (State.PLANNED, PlanEvent.RENEW): State.PLANNED,
+    (State.PLANNED, PlanEvent.COMMIT): State.LOADING,
+    (State.PLANNED, PlanEvent.ABORT): State.ABORTED,
+    (State.LOADING, PlanEvent.ARRIVED): State.LOADED,
+    (State.LOADING, PlanEvent.FELL_SHORT): State.SHORT,
 }
 
 ENDINGS = frozenset({State.LOADED, State.SHORT, State.ABORTED})
@@ -192,7 +192,7 @@ class Ledger(Generic[Lease, Slots]):
         """
         old = self._open.get(request_id)
         if old is not None:
-            self._require(old, Event.ABORT)
+            self._require(old, PlanEvent.ABORT)
         plan: Plan[Lease, Slots] = Plan(
             request_id=request_id,
             blocks=blocks,
@@ -209,7 +209,7 @@ class Ledger(Generic[Lease, Slots]):
         if old is not None:
             plan.leases, old.leases = old.leases, []
             self._abort(old, EndReason.SUPERSEDED)
-        self._apply(plan, Event.PREPARE_READY if promised_tokens else Event.PREPARE_LATER)
+        self._apply(plan, PlanEvent.PREPARE_READY if promised_tokens else PlanEvent.PREPARE_LATER)
         self._open[request_id] = plan
         self.totals.plans_opened += 1
         self._promise(plan, blocks, promised_tokens)
@@ -234,7 +234,7 @@ class Ledger(Generic[Lease, Slots]):
 
     def renew(self, plan: Plan[Lease, Slots], now: float) -> None:
         """The engine asked again for the same match; acquires and counts nothing (P3)."""
-        self._apply(plan, Event.RENEW)
+        self._apply(plan, PlanEvent.RENEW)
         plan.renewed_at, plan.renewed_step, plan.postponed = now, self.step, None
 
     def ready(
@@ -251,9 +251,9 @@ class Ledger(Generic[Lease, Slots]):
         From now on the plan holds exactly `leases`; its other leases are released.
         """
         blocks = blocks if blocks is not None else plan.blocks
-        self._require(plan, Event.PREPARE_READY)
+        self._require(plan, PlanEvent.PREPARE_READY)
         _require_promise(plan, blocks, promised_tokens)
-        self._apply(plan, Event.PREPARE_READY)
+        self._apply(plan, PlanEvent.PREPARE_READY)
         plan.renewed_at, plan.renewed_step, plan.postponed = now, self.step, None
         self._promise(plan, blocks, promised_tokens)
         self._hold(plan, leases)
@@ -278,13 +278,13 @@ class Ledger(Generic[Lease, Slots]):
         if tokens == 0:
             self.abort(plan, EndReason.DECLINED)
             return
-        self._require(plan, Event.COMMIT)
+        self._require(plan, PlanEvent.COMMIT)
         if not 0 < tokens <= plan.promised_tokens:
             raise PactViolation(
                 f"request {plan.request_id}: {tokens} tokens committed, {plan.promised_tokens} promised; "
                 "a commit takes 0 to all promised tokens"
             )
-        self._apply(plan, Event.COMMIT)
+        self._apply(plan, PlanEvent.COMMIT)
         plan.committed_tokens = tokens
         plan.renewed_at, plan.renewed_step, plan.deadline = now, self.step, deadline
         self.totals.committed_tokens += tokens
@@ -300,7 +300,7 @@ class Ledger(Generic[Lease, Slots]):
         The plan ends LOADED, or SHORT if anything failed. Pass `used_tokens` if the engine's step already ran, as with
         a synchronous load; otherwise call `use` later. For a request that has finished, None means 0.
         """
-        self._require(plan, Event.FELL_SHORT if failed.ranges else Event.ARRIVED)
+        self._require(plan, PlanEvent.FELL_SHORT if failed.ranges else PlanEvent.ARRIVED)
         _require_all(plan, loaded, failed)
         loaded_tokens = plan.committed_tokens_in(loaded)
         if used_tokens is None and plan.request_finished:
@@ -314,7 +314,7 @@ class Ledger(Generic[Lease, Slots]):
         self._hold(plan, ())
 
     def _end_load(self, plan: Plan[Lease, Slots], loaded_tokens: int, failed: RangeSet) -> None:
-        self._apply(plan, Event.FELL_SHORT if failed.ranges else Event.ARRIVED)
+        self._apply(plan, PlanEvent.FELL_SHORT if failed.ranges else PlanEvent.ARRIVED)
         plan.reason = EndReason.SHORT if failed.ranges else EndReason.LOADED
         plan.loaded_tokens, plan.failed = loaded_tokens, failed
         self.totals.loaded_tokens += loaded_tokens
@@ -381,7 +381,7 @@ class Ledger(Generic[Lease, Slots]):
         _require_promise(plan, blocks, tokens)
         _require_used(plan, used_positions.count, tokens)
         self.totals.plans_opened += 1
-        self._apply(plan, Event.PREPARE_READY)
+        self._apply(plan, PlanEvent.PREPARE_READY)
         self._promise(plan, blocks, tokens)
         self.commit(plan, tokens, now=now)
         self._end_load(plan, tokens, NO_RANGES)
@@ -395,7 +395,7 @@ class Ledger(Generic[Lease, Slots]):
         The plan ends with the last such `reason`: after `postponed_steps` steps without a prepare, or when its slots
         are needed (`yielding_plans`). A plan that is loading was taken and cannot be postponed.
         """
-        self._require(plan, Event.ABORT)
+        self._require(plan, PlanEvent.ABORT)
         plan.postponed = reason
 
     def yielding_plans(self, may_yield: Callable[[Plan[Lease, Slots]], bool]) -> list[Plan[Lease, Slots]]:
@@ -511,10 +511,10 @@ class Ledger(Generic[Lease, Slots]):
 
     # The one place where a state changes
 
-    def _apply(self, plan: Plan[Lease, Slots], event: Event) -> None:
+    def _apply(self, plan: Plan[Lease, Slots], event: PlanEvent) -> None:
         plan.state = self._require(plan, event)
 
-    def _require(self, plan: Plan[Lease, Slots], event: Event) -> State:
+    def _require(self, plan: Plan[Lease, Slots], event: PlanEvent) -> State:
         to = TRANSITIONS.get((plan.state, event))
         if to is None:
             allowed = [known.name for state, known in TRANSITIONS if state is plan.state]
@@ -529,7 +529,7 @@ class Ledger(Generic[Lease, Slots]):
         self.totals.promised_tokens += tokens
 
     def _abort(self, plan: Plan[Lease, Slots], reason: EndReason) -> None:
-        self._apply(plan, Event.ABORT)
+        self._apply(plan, PlanEvent.ABORT)
         plan.reason = reason
         del self._open[plan.request_id]
         self.totals.withdrawn_tokens += plan.promised_tokens

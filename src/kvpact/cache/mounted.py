@@ -163,8 +163,8 @@ class MountedCache:
         """Whether a step may wait for a load: until then each load is checked while its request waits."""
         return self._arena.standing is Standing.PROVEN
 
-    def may_serve(self) -> bool:
-        """Called first by every hook: whether the cache may be used, by what ranks say of weights, adapters, copies."""
+    def read_notices(self) -> bool:
+        """Follow the ranks' notices on weights, adapters and copies, first in each hook; returns whether to serve."""
         self._may_have_counted = True
         if self._arena.standing is Standing.REFUTED:
             self._give_up_for_good()

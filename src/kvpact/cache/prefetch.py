@@ -20,7 +20,7 @@ from kvpact.cache.tier_set import TierSet
 from kvpact.cache.totals import Rows
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
+from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, SlotState
 from kvpact.metrics import MEMORY, MissReason
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone
@@ -86,7 +86,7 @@ class Prefetcher:
         """
         lookup, now = TierLookup(keys), self.tiers.clock()
         for client in self.tiers.shared:
-            if client.is_open:
+            if client.health.is_paused:
                 lookup.silent[client] = MissReason.TIER_DOWN
             elif is_too_slow(client.costs.lookup_seconds):
                 lookup.silent[client] = MissReason.RECOMPUTE_FASTER
@@ -154,7 +154,7 @@ class Prefetcher:
         sources = [
             self._has(client, lookup, now, unknown)
             for client in self.tiers.clients
-            if not client.shared or (lookup is not None and client in lookup.hits and client.may_read)
+            if not client.shared or (lookup is not None and client in lookup.hits and client.health.may_read)
         ]
         return lambda key: any(has(key) for has in sources)
 
@@ -182,7 +182,7 @@ class Prefetcher:
         """The tiers from which blocks of side groups are read, each with its own: the first tier that has one."""
         rest = [*hanging]
         for client in self.tiers.clients:
-            if rest and client.may_read:
+            if rest and client.health.may_read:
                 has = self._has(client, lookup, now)
                 there = [has(needed.key) for needed in rest]
                 yield client, [*compress(rest, there)]
@@ -212,7 +212,7 @@ class Prefetcher:
     def _supplier(self, row: int, by_tier: Sequence[int]) -> tuple[TierClient | None, int]:
         """The tier from which a row of a chain is read, and how many rows it can supply: the first that has it."""
         supplies = zip(self.tiers.clients, by_tier, strict=True)
-        return next((each for each in supplies if each[1] > row and each[0].may_read), (None, 0))
+        return next((each for each in supplies if each[1] > row and each[0].health.may_read), (None, 0))
 
     def _amounts(
         self, lacking: Lacking, by_tier: Sequence[int], lookup: TierLookup | None
@@ -241,7 +241,9 @@ class Prefetcher:
 
     def hang(self, start: int, by_tier: Sequence[int]) -> bool:
         """Whether a tier that can supply blocks from `start` on hangs, which may keep its slots for long."""
-        return any(end > start and client.hangs for client, end in zip(self.tiers.clients, by_tier, strict=True))
+        return any(
+            end > start and client.health.has_overdue for client, end in zip(self.tiers.clients, by_tier, strict=True)
+        )
 
     def note_declined(
         self, keys: Sequence[BlockKey], lacking: Lacking, found: Availability, lookup: TierLookup | None
@@ -263,13 +265,14 @@ class Prefetcher:
         """
         silent = dict(state.tier_lookup.silent) if state.tier_lookup is not None else {}
         for client in self.tiers.clients:
-            if not client.shared and client.is_open:
+            if not client.shared and client.health.is_paused:
                 client.probe(keys, self.tiers.clock(), before=())
                 silent[client] = MissReason.TIER_DOWN
         record = state.record
         record.belief = ""
         for client, reason in silent.items():
-            record.belief = f"{client.name}: {client.trouble or client.slowness or 'its look-up failed':.300}"
+            why = client.health.trouble or client.probes.slowness or "its look-up failed"
+            record.belief = f"{client.name}: {why:.300}"
             return reason
         return None
 
@@ -357,5 +360,5 @@ class Prefetcher:
     def check(self) -> None:
         """Verify that reads under way have their slots; raises PactViolation."""
         for slot in self._filling:
-            if self.index.state(slot) not in (State.RESERVED, State.CANCELLED):
+            if self.index.state(slot) not in (SlotState.RESERVED, SlotState.CANCELLED):
                 raise PactViolation(f"slot {slot} is being filled from a tier and {self.index.state(slot).name}")

@@ -85,7 +85,7 @@ class Planner:
             return False
         if state.waiting.told is Told.NO_ROOM:
             behind = self.queue.lacks > 0
-            if not behind and (facts.room != self.index.available_slots or self.tiers.hangs):
+            if not behind and (facts.room != self.index.available_slots or self.tiers.has_overdue):
                 return False
         if not behind and (self.tiers.has_completions or facts.completions != self.tiers.completions):
             return False

@@ -113,13 +113,14 @@ def status_of(
     arena = cache.tiers.arena
     found.metrics["unproven_copies"] = int(arena.standing is Standing.OPEN)
     found.metrics |= {series("unmade_checks", reason): checks for reason, checks in arena.unmade_checks.items()}
-    clients = list(cache.tiers.clients)
-    found.metrics |= {series("tier_up", each.name): int(not each.is_open) for each in clients if each.is_known}
+    clients = [(client, client.health) for client in cache.tiers.clients]
+    ups = {series("tier_up", client.name): int(not health.is_paused) for client, health in clients if health.is_known}
+    found.metrics |= ups
     down = [tier for tier in tiers_in(found.metrics, "tier_up") if not found.metrics[series("tier_up", tier)]]
     now = found.time = cache.tiers.clock()
     tiers = {name: TierState(name, trouble) for name, trouble in troubles_in(found.metrics, down).items()}
-    for client in clients:
-        tiers[client.name] = TierState(client.name, client.trouble, client.complaint, client.doubted_for(now))
+    for client, health in clients:
+        tiers[client.name] = TierState(client.name, health.trouble, client.complaint, client.probes.doubted_for(now))
     found.tiers = [*tiers.values()]
     found.leases = [
         Lease(

@@ -127,7 +127,7 @@ class TierSet:
         for client in self.clients:
             if client.use_what_is_there():
                 self.contents[client].forget()
-                came |= not client.is_awaited
+                came |= not client.health.is_awaited
         return came
 
     def may_share(self, epoch: Epoch) -> bool:
@@ -151,18 +151,18 @@ class TierSet:
         """Number of lookups, reads and writes that have not ended."""
         pending = len(self._under_way)
         for client in self.clients:
-            pending += client.probing
+            pending += len(client.probes)
         return pending
 
     @property
-    def hangs(self) -> bool:
+    def has_overdue(self) -> bool:
         """Whether one of them has an overdue operation."""
-        return any(client.hangs for client in self.clients)
+        return any(client.health.has_overdue for client in self.clients)
 
     @property
     def has_completions(self) -> bool:
         """Whether `poll` would take in anything now."""
-        return self._polled < POLL_SECONDS and any(client.has_completions for client in self.clients)
+        return self._polled < POLL_SECONDS and any(client.executor.has_completions for client in self.clients)
 
     def end_step(self) -> None:
         """End the scheduler's step: the next one takes in what this one had no time for."""
@@ -173,7 +173,7 @@ class TierSet:
         if self._polled >= limit:
             return
         began = now = self.clock()
-        finished = [(client, client.poll()) for client in self.clients if client.has_completions]
+        finished = [(client, client.poll()) for client in self.clients if client.executor.has_completions]
         while finished and self._polled + now - began < limit:
             client, its = finished.pop(0)  # each tier in its turn, so that none waits for ever
             if (done := next(its, None)) is not None:
@@ -231,6 +231,6 @@ class TierSet:
         flushed = [client.close(share) for client in self.clients]
         self.poll(inf)
         for client in self.clients:
-            if undeleted := client.undeleted:
+            if undeleted := len(client.deletions):
                 logger.warning("kvpact: %d blocks are still in the %s tier that it should drop", undeleted, client.name)
         return all(flushed)

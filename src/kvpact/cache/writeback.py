@@ -168,7 +168,7 @@ class WriteBack:
         key = self.index.key_at(slot)
         if key is None or not self.index.is_last(key):
             return True
-        if not client.may_write or self._room(client) < self._most_per_write(client):
+        if not client.health.may_write or self._room(client) < self._most_per_write(client):
             return False
         chain = self.index.chain(key)
         side = [chain.pop()] if self.index.is_side(slot) else []
@@ -210,7 +210,7 @@ class WriteBack:
         now, found = self.tiers.clock(), False
         for client in self.tiers.shared if self.tiers.may_share(self.epochs.current) else ():
             contents = self.tiers.contents[client]
-            for key in keys if client.may_write else ():
+            for key in keys if client.health.may_write else ():
                 if not (contents.believes(key, now) or key in contents.being_written):
                     found |= not contents.offered_again.added_since(key, now - ASK_AGAIN_SECONDS)
                     contents.offered_again.add((key,), now)
@@ -233,7 +233,7 @@ class WriteBack:
         A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
         """
         lacks = self._lacked(client, held, follow, self.tiers.clock())
-        if lacks and not client.may_write:
+        if lacks and not client.health.may_write:
             self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
         elif lacks:
             before = held[: len(held) - len(lacks)] if follow else None

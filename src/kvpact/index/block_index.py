@@ -24,7 +24,7 @@ from kvpact.index.restoring import Restoring
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table
 from kvpact.index.table import ROOT as ROOT
-from kvpact.index.table import State as State
+from kvpact.index.table import SlotState as SlotState
 
 
 @dataclass(eq=False, slots=True)
@@ -171,9 +171,9 @@ class BlockIndex:
         """Whether the known block in `slot` is a side block: it hangs on a chain's block and has none after it."""
         return bool(self._table.links.is_side[slot])
 
-    def state(self, slot: int) -> State:
+    def state(self, slot: int) -> SlotState:
         """The state of `slot`."""
-        return State(self._table.state[slot])
+        return SlotState(self._table.state[slot])
 
     @property
     def held_count(self) -> int:

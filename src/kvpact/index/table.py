@@ -26,7 +26,7 @@ ROOT: Final[BlockKey] = b""
 """The parent of a chain's first block."""
 
 
-class State(IntEnum):
+class SlotState(IntEnum):
     """The state of a slot.
 
     Without failures a block goes FREE -reserve-> RESERVED -complete-> SAVED -parent held-> HELD -evict-> FREE. No
@@ -43,7 +43,7 @@ class State(IntEnum):
 
 
 # Plain numbers: reading a member of an enum costs 120 ns on Python 3.11, more than all else that a step does with it.
-FREE, RESERVED, SAVED, HELD, CANCELLED, DOOMED = (int(state) for state in State)
+FREE, RESERVED, SAVED, HELD, CANCELLED, DOOMED = (int(state) for state in SlotState)
 _WITH_WRITER = {RESERVED, CANCELLED}
 
 
@@ -240,7 +240,7 @@ class Table:
                 return
         if not written:
             slot = next(slot for slot in slots if state[slot] not in _WITH_WRITER)
-            raise PactViolation(f"slot {slot} is {State(state[slot]).name}, not reserved: its writer ended already")
+            raise PactViolation(f"slot {slot} is {SlotState(state[slot]).name}, not reserved: its writer ended already")
         if len(set(slots)) != len(slots):
             raise PactViolation(f"a slot is named twice in {list(slots)[:20]}; its writer ends once")
 

@@ -1,6 +1,6 @@
-"""What went wrong in one tier, what it evicted, and whether its last operations worked.
+"""Errors and evictions of one tier, and the outcome of its last operations.
 
-Owns the counts and errors that the tier tells of, and logs the first of each kind. Decides nothing.
+Owns the counts and errors that the tier reports, and logs the first of each kind. Decides nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Accounts:
         self._errors: dict[str, str] = {}
         self._lock = threading.Lock()
         self.counts = TierCounts()
-        """What was counted so far; replaced as a whole."""
+        """Counts so far; replaced as a whole."""
 
     def count(self, *, damaged: int = 0, dropped_writes: int = 0, evicted: int = 0, failed_reads: int = 0) -> None:
         """Add to the counts."""
@@ -36,33 +36,33 @@ class Accounts:
             self.counts += TierCounts(damaged, dropped_writes, evicted, failed_reads)
 
     def warn_once(self, kind: str, message: str) -> None:
-        """Log an event that leaves the tier healthy."""
+        """Log an event that leaves the tier healthy, the first of its kind."""
         self._warned.log(kind, logging.WARNING, "%s: %s", self._whose, message)
 
     def note_failed(self, kind: str, message: str) -> None:
-        """An operation fails, until `note_works`; a "read" is counted."""
+        """Record a failure that lasts until `note_works`; a "read" is counted."""
         self.count(failed_reads=kind == "read")
         self._errors[kind] = message
         self.warn_once(kind, message)
 
     @contextmanager
     def contained(self, kind: str, what: str) -> Iterator[None]:
-        """A context that ends with whatever goes wrong in it, which is noted: `what` "cannot be done"."""
+        """Context that contains every exception raised in it, and records it as `what` ("cannot be done")."""
         try:
             yield
         except Exception as error:
             self.note_failed(kind, f"{what}: {reason_of(error)}")
 
     def note_works(self, kind: str) -> None:
-        """The operation works again."""
+        """Record a success: the operation works again."""
         self._errors.pop(kind, None)
 
     def note_damaged(self, kind: str, message: str) -> None:
-        """A record is unusable; the first `message` of a kind is logged."""
+        """Count an unusable record; the first `message` of a kind is logged."""
         self.count(damaged=1)
         self.warn_once(f"damaged: {kind}", message)
 
     def health(self) -> TierHealth:
-        """See `Tier.health`."""
+        """Health as `Tier.health` has it: only a failing "read" or "write" makes the tier unhealthy."""
         errors = dict(self._errors)
         return TierHealth(not errors.keys() & {"read", "write"}, "; ".join(errors.values()), "read" not in errors)

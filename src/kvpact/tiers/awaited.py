@@ -34,7 +34,7 @@ _ASKED: Final = (bytes(32),)
 
 
 class AwaitedTier(Tier):
-    """What a tier is while it cannot be used: it refuses everything; otherwise `there` is the tier to use in its place.
+    """Stands for a tier that cannot be used, and refuses everything; once opened, `there` is the tier to use instead.
 
     Before that a kind that another package adds counts as shared. Whoever uses `there` looks at it again from time to
     time, since it is exchanged when its place is lost.
@@ -50,7 +50,7 @@ class AwaitedTier(Tier):
         self.reason = "it has not answered yet"
         """Why the last try failed, or the tier in use was lost."""
         self.is_given_up = False
-        """Whether a person must correct something first, so that it is not tried again."""
+        """True once the opening has failed for a reason that a person must correct: it is not tried again."""
         self.tried = threading.Event()
         """Set after the first try."""
         self._place = place
@@ -58,7 +58,8 @@ class AwaitedTier(Tier):
         start_background("kvpact-open-tier", self._open)
 
     def _open(self) -> None:
-        tier, said = None, LogOnce(logger)
+        tier = None
+        said = LogOnce(logger)
         for pause in pauses():
             try:
                 tier = tier or open_tier(self.url, self._place)
@@ -84,10 +85,10 @@ class AwaitedTier(Tier):
             start_background("kvpact-watch-tier", partial(_watch_until_lost, weakref.ref(self), tier, self._closed))
 
     def replace(self, lost: Tier, why: str) -> None:
-        """Use a tier that is `lost` no more, and begin to open it anew once nothing of it is open."""
+        """Stop using a tier that is `lost`, and open it anew once nothing of it is open."""
         self.reason = f"{why}; it is opened anew"
         self.there = None
-        logger.warning("kvpact: the tier %s is opened anew, without what it held: %s", self.url, why)
+        logger.warning("kvpact: the tier %s lost its content and is opened anew: %s", self.url, why)
         lost.close()
         while not self._closed.wait(LOOK_SECONDS):
             if lost.released:
@@ -106,7 +107,7 @@ class AwaitedTier(Tier):
         return TierHealth(False, self.reason, readable=False)
 
     def close(self) -> None:
-        """See `Tier`. One that is being opened is closed by the thread that opens it."""
+        """Close the tier, if it is open; one that is being opened is closed by the thread that opens it."""
         self._closed.set()
         if self.there is not None:
             self.there.close()
@@ -127,7 +128,7 @@ def _watch_until_lost(awaited: weakref.ref[AwaitedTier], tier: Tier, closed: thr
 
 
 def open_tiers(urls: Sequence[TierURL], place: TierContext, seconds: float) -> list[AwaitedTier]:
-    """Open the tiers at these URLs, all at once; each that hangs is waited for `seconds`, and comes later."""
+    """Open the tiers at these URLs, all at once; wait at most `seconds` for each, which otherwise comes later."""
     tiers = [AwaitedTier(url, place) for url in urls]
     for tier in tiers:
         tier.tried.wait(seconds)

@@ -104,17 +104,17 @@ def _any(options: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UrlRules:
-    """What the URLs of one kind of tier look like."""
+    """Form of the URLs of one kind of tier."""
 
     example: str
     options: Mapping[str, Option]
     """Option name -> the function that parses its value and raises ValueError."""
     directory: bool = False
-    """Whether they name a local directory: no host, an absolute path other than "/", a capacity."""
+    """True if they name a local directory: no host, an absolute path other than "/", a capacity."""
     port: int = 0
     """Port of a server for which a URL names none; 0: its URLs name no servers."""
     one: str = ""
-    """Reason for which a URL cannot name several servers; empty if it can."""
+    """Reason why a URL cannot name several servers; empty if it can."""
     path: tuple[str, str] = (".*", "")
     """A regular expression for the path, and what is needed where it does not fit."""
     default_path: str = ""
@@ -135,4 +135,4 @@ class Backend:
     opener: str
     schemes: Mapping[str, UrlRules]
     shared: bool = True
-    """Whether it is a store of records that several engines share."""
+    """True for a store of records that several engines share."""

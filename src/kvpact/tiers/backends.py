@@ -18,7 +18,7 @@ BACKEND_OF: Final = {scheme: backend for backend in BACKENDS for scheme in backe
 """The kind with URLs of each scheme."""
 
 SCHEMES: Final = {scheme: rules for backend in BACKENDS for scheme, rules in backend.schemes.items()}
-"""What the URLs of the kinds that kvpact brings look like."""
+"""URL forms of the kinds that kvpact brings."""
 MEMORY: Final = "memory"
 """The label of the memory tier, which is the arena and no backend; `urls.tier_labels` makes the others."""
 

@@ -1,4 +1,4 @@
-"""What a tier is: the `Tier` interface, which every place that outlives memory implements, and what some do better.
+"""The `Tier` interface, which every place that outlives memory implements, and protocols for abilities of some.
 
 A tier speaks of keys: each block stands for itself, and who needs a prefix counts it (`leading`). The frame of a stored
 block is `kvpact.tiers.record`'s; its names are public here.
@@ -36,7 +36,7 @@ ROOT: BlockKey = b""
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """What a tier holds and may hold, in bytes of payload and framing. `capacity_bytes` is 0 where unknown."""
+    """Usage and bound of a tier, in bytes of payload and framing. `capacity_bytes` is 0 where unknown."""
 
     used_bytes: int
     capacity_bytes: int
@@ -45,7 +45,7 @@ class TierCapacity:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """Whether a tier works now; `reason` is one line that says why not. A full tier may still be `readable`."""
+    """State of a tier's last operations; `reason` is one line for a failure. A full tier may still be `readable`."""
 
     ok: bool
     reason: str = ""
@@ -54,7 +54,7 @@ class TierHealth:
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """What a tier has counted since it was opened. `damaged` counts unusable records, each of them a miss."""
+    """Counts of a tier since it was opened. `damaged` counts unusable records, each of them a miss."""
 
     damaged: int = 0
     dropped_writes: int = 0
@@ -120,16 +120,16 @@ class Tier(ABC):
     """Short, for logs and metrics: "disk"."""
 
     exclusive: bool
-    """What is here is this engine's: `lookup` answers from memory in microseconds, and `clear` harms nobody."""
+    """True if all content is this engine's: `lookup` answers from memory in microseconds, and `clear` harms nobody."""
 
     @property
     def others_evict(self) -> bool:
-        """Whether others may evict what `lookup` names: a read of which nothing arrives is then no failure."""
+        """True if others may evict what `lookup` names: a read of which nothing arrives is then no failure."""
         return False
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each of these blocks is held. No promise: they may be evicted at once."""
+        """True for each of these blocks that is held. No promise: they may be evicted at once."""
 
     @abstractmethod
     def get(
@@ -159,7 +159,7 @@ class Tier(ABC):
         """Drop every block of this namespace for good: none returns after a restart. Raises TierError."""
 
     def refute_run(self) -> None:
-        """What was written through this object is wrong: no engine is to be given it, not even after a kill.
+        """Mark all that was written through this object as invalid: no engine is given it, not even after a kill.
 
         Nothing is read or written through it any more. Raises TierError. Where no record says whose it is, all go.
         """
@@ -167,15 +167,15 @@ class Tier(ABC):
 
     @abstractmethod
     def capacity(self) -> TierCapacity:
-        """What is held, and the bound."""
+        """Usage and bound."""
 
     def counts(self) -> TierCounts:
-        """What went wrong or was evicted since the tier was opened; nothing if it does not count."""
+        """Damage and evictions since the tier was opened; zeros if it does not count."""
         return TierCounts()
 
     @abstractmethod
     def health(self) -> TierHealth:
-        """Whether the last operations worked."""
+        """State of the last operations."""
 
     def lost(self) -> str:
         """Why its place is not the one that was opened, such as a removed folder; "" if it is. May wait for I/O.
@@ -186,7 +186,7 @@ class Tier(ABC):
 
     @property
     def released(self) -> bool:
-        """Whether, after `close`, nothing is open any more: an operation that hangs keeps the store open."""
+        """True once nothing is open after `close`: an operation that does not return keeps the store open."""
         return True
 
     @abstractmethod
@@ -199,10 +199,10 @@ class SupportsPrefix(Protocol):
     """A place that finds at once how much of a prompt it holds. An exclusive one holds a block only with its parent."""
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
-        """How many of a prompt's `keys`, from its first block on, are held. An exclusive tier answers from memory."""
+        """Number of leading `keys` of a prompt that are held. An exclusive tier answers from memory."""
 
     def put_start(self, keys: Sequence[BlockKey]) -> int:
-        """The block from which on `put` should be given these `keys`, all of them if that is their number.
+        """Index of the first of these `keys` that `put` should be given; their number if it needs none.
 
         It may hold those after it where it cannot write to them.
         """
@@ -221,4 +221,4 @@ class SupportsScan(Protocol):
     """A place whose content can be listed."""
 
     def scan(self) -> Iterator[RecordHeader]:
-        """The header of every sound record, in no order. Reads no payload."""
+        """The header of every valid record, in no order. Reads no payload."""

@@ -1,4 +1,4 @@
-"""What is believed of a store for which it is not asked. `probes.py` puts it to the test. Never does I/O."""
+"""Belief about a store because of which it is not asked. `probes.py` tests it. Never does I/O."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Belief(NamedTuple):
-    """Something for which a store is not asked."""
+    """Reason for not asking a store, and the time since when."""
 
     since: float
     reason: str
-    """What was seen."""
+    """Observation behind the belief, as one line."""

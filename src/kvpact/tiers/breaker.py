@@ -1,6 +1,6 @@
 """A circuit breaker: when to stop asking a store, why, and when it may be tried again.
 
-Owns one belief, that the store fails: since when, what was seen, and when a try may change it first. Who tries it is
+Owns one belief, that the store fails: since when, the failure seen, and the earliest time of a probe. The probe is
 `TierClient.probe`. Time is an argument; never does I/O.
 """
 
@@ -42,22 +42,22 @@ class Breaker:
     def __init__(self) -> None:
         self._failures = 0
         self.belief: Belief | None = None
-        """Why the tier is not asked; None if it is."""
+        """Reason why the tier is not asked; None if it is."""
         self.try_at = 0.0
         """Time of the first try after it was opened."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is not asked, except by a probe."""
+        """True while the tier is not asked, except by a probe."""
         return self.belief is not None
 
     def succeeded(self) -> None:
-        """An operation succeeded."""
+        """Close the breaker after a success."""
         self._failures = 0
         self.belief = None
 
     def failed(self, now: float, reason: str) -> bool:
-        """An operation failed or timed out. Returns whether this opened the breaker."""
+        """Count an operation that failed or timed out. Returns whether this opened the breaker."""
         self._failures += 1
         if self.belief is not None:
             self.belief = self.belief._replace(reason=reason)

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol, TypeVar
 
-from kvpact.errors import printable
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.awaited import AwaitedTier
 from kvpact.tiers.base import BlockBuffer, SupportsPrefix, Tier, TierCapacity, TierCounts, leading
-from kvpact.tiers.breaker import Breaker
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
 from kvpact.tiers.executor import (
@@ -31,6 +29,7 @@ from kvpact.tiers.executor import (
     checked_answers,
     checked_count,
 )
+from kvpact.tiers.health import ClientHealth, Counters
 from kvpact.tiers.log_once import LogOnce
 from kvpact.tiers.probes import PROBE_SECONDS, Probes
 from kvpact.tiers.record import bytes_of
@@ -40,22 +39,15 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class Counters(Protocol):
-    """What a client needs of the metrics."""
-
-    def add(self, name: str, amount: int = 1, label: str = "") -> None: ...
-    def observe(self, name: str, seconds: float, label: str = "") -> None: ...
-
-
 class Gauges(Protocol):
-    """What `observe_tier` needs of the metrics."""
+    """Gauges and totals of a tier."""
 
     def set(self, name: str, value: float, label: str = "") -> None: ...
     def raise_to(self, name: str, total: int, label: str = "") -> None: ...
 
 
 class LentSlots:
-    """How many of `total` slots are lent to each tier, and how many more each may borrow."""
+    """Slots out of `total` that are lent to each tier, and the number that each may still borrow."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -66,9 +58,9 @@ class LentSlots:
         self._clients.append(client)
 
     def room_for(self, client: TierClient) -> int:
-        """How many more slots a tier may borrow: half of what the others leave. Below 0 if it has more than that.
+        """Slots that a tier may still borrow: half of what the others leave. Below 0 if it has more than that.
 
-        However many tiers hang with all the slots they may borrow, some slots stay free.
+        However many tiers do not answer and keep all the slots they may borrow, some slots stay free.
         """
         others = sum(other.lent for other in self._clients if other is not client)
         return (self._total - others + 1) // 2 - client.lent
@@ -84,10 +76,9 @@ class Deleted:
 class TierClient:
     """One tier. `poll` reports each submitted operation once, under the caller's op id; see `TierExecutor`.
 
-    A tier that fails, raises or hangs costs its own hits: after several failures in a row it is not asked, nor while
-    the engine computes sooner than it answers. Look-ups and reads have a breaker each, because a store may do one and
-    fail the other. A slow write is no failure: nothing waits for it. What keeps it from being asked is put to the test
-    by `probe`.
+    A tier that fails, raises or does not answer costs its own hits: after several failures in a row it is paused, and
+    while the engine computes sooner than it answers it is not asked. `probe` tests both. A slow write is no failure:
+    nothing waits for it.
     """
 
     def __init__(
@@ -108,10 +99,13 @@ class TierClient:
 
         At most `max_deleted_keys` pending deletions are kept by key, or `deletions.MIN_DELETED_KEYS` if that is more.
         """
-        self.executor, self.name = executor, executor.label
+        self.executor = executor
+        self.name = executor.label
         self._opened = executor.tier
-        """What is closed at the end: the tier, or who opens it."""
-        self._capacity, self._counts, self._counts_before = TierCapacity(0, 0, 0), TierCounts(), TierCounts()
+        """The tier, or who opens it: closed at the end."""
+        self._capacity = TierCapacity(0, 0, 0)
+        self._counts = TierCounts()
+        self._counts_before = TierCounts()
         self._use(self._opened)
         self.use_what_is_there()
         self.costs = TierCosts()
@@ -119,31 +113,23 @@ class TierClient:
         self._timeout = timeout
         self._clock = clock
         self._metrics = metrics
-        self._reads_find_out = reads_find_out
-        self._lookups, self._reads = Breaker(), Breaker()
-        self._was_asked = False
-        self._probes = Probes(self._lookups, self._reads, self.costs)
-        self._was_open = False
-        """Whether people were told last that it is left alone."""
-        self._stuck = False
-        """Whether overdue operations occupy all threads, so that nothing else can begin."""
         self._writes_stuck = False
-        self._timed_out: set[OpId] = set()
-        """Operations that were counted as failures because they timed out."""
         self._lent_reads: dict[OpId, int] = {}
         self._block_bytes: dict[OpId, float] = {}
         """Mean bytes of a block of each read."""
         self._lent_writes: dict[OpId, int] = {}
         self.deletions = Deletions(executor, self.name, clock, max_deleted_keys)
-        """What the tier must still delete."""
+        """Blocks that the tier must still delete."""
+        self.health = ClientHealth(executor, self.deletions, metrics, reads_find_out=reads_find_out)
+        self.probes = Probes(self.health.lookups, self.health.reads, self.costs)
         self._warned = LogOnce(logger)
         lent.join(self)
 
     def _use(self, tier: Tier) -> None:
-        self.tier, self.is_awaited = tier, isinstance(tier, AwaitedTier)
+        self.tier = tier
         self.executor.use(tier)
         self.shared = not tier.exclusive
-        """Whether other engines write and evict there, so that only the tier itself knows what it holds."""
+        """True if other engines write and evict there, so that only the tier itself knows what it holds."""
         self._leading = tier.leading if isinstance(tier, SupportsPrefix) else lambda keys: leading(tier.lookup(keys))
         self._put_start = tier.put_start if isinstance(tier, SupportsPrefix) else self._leading
 
@@ -166,89 +152,22 @@ class TierClient:
         return True
 
     @property
-    def is_open(self) -> bool:
-        """Whether the tier is not asked, except by a probe now and then."""
-        return self._lookups.is_open or self._reads.is_open or self._is_out
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it was asked, or cannot be: before that, `is_open` says nothing of its health."""
-        return self._was_asked or self.is_open
-
-    @property
-    def trouble(self) -> str:
-        """Why it is left alone; "" if it is not."""
-        if self.is_awaited:
-            return self._health_reason or "it has not answered yet"
-        if self.deletions.lost_count:
-            return "it does not delete what it must"
-        if self._stuck:
-            return "operations that do not end occupy all its threads"
-        belief = self._lookups.belief or self._reads.belief
-        return belief.reason if belief is not None else ""
-
-    @property
-    def slowness(self) -> str:
-        """Why prompts were computed for which it could be asked; "" if none was since it was asked last."""
-        return self._probes.slowness
-
-    @property
-    def complaint(self) -> str:
-        """Troubles of a tier that is asked all the same: too slow, full, read-only; "" if nothing."""
-        undeleted = f"it has not deleted {self.undeleted} blocks that it must, which are not read"
-        said = (self.slowness, "" if self.is_open else self._health_reason, undeleted if self.undeleted else "")
-        return "; ".join(filter(None, said))
-
-    def doubted_for(self, now: float) -> float:
-        """Seconds for which it has been left alone, or too slow; 0 if it is neither."""
-        return self._probes.doubted_for(now)
-
-    @property
-    def may_read(self) -> bool:
-        """Whether the tier may be read for a request."""
-        return not (self._is_out or self._reads.is_open)
-
-    @property
-    def may_write(self) -> bool:
-        """Whether blocks may be written to the tier. Failed reads do not forbid it."""
-        return not (self._is_out or self._lookups.is_open)
-
-    @property
-    def _is_out(self) -> bool:
-        """Whether nothing can be asked of it, a try neither."""
-        return self.is_awaited or self._stuck or self.deletions.lost_count
-
-    @property
-    def probing(self) -> int:
-        """Number of its own probes under way."""
-        return len(self._probes)
-
-    @property
-    def hangs(self) -> bool:
-        """Whether an operation is overdue and has not ended."""
-        return bool(self._timed_out)
-
-    @property
     def lent(self) -> int:
-        """Slots that it may keep for long: those of reads and, while a write hangs, those of writes."""
+        """Slots that it may keep for long: those of reads and, while a write is overdue, those of writes."""
         return sum(self._lent_reads.values()) + (sum(self._lent_writes.values()) if self._writes_stuck else 0)
 
     @property
     def room(self) -> int:
-        """How many more slots it may borrow."""
+        """Number of slots that it may still borrow."""
         return max(0, self._slots.room_for(self))
 
     def check(self, now: float) -> None:
-        """Called once a step: record timeouts, cancel what waits for overdue operations, repeat refused deletions."""
+        """Record timeouts, cancel operations that wait for overdue ones, repeat refused deletions: once a step."""
         overdue = self.executor.overdue(self._timeout)
         for op_id in overdue.reads:
-            self._record_timeout(op_id, now)
+            self._note_timeout(op_id, now)
         self._writes_stuck = overdue.writes
-        if overdue.everything != self._stuck:
-            self._stuck = overdue.everything
-            self._say_whether_open()
-        if self._stuck:
-            self.executor.cancel_waiting_reads()
+        self.health.note_stuck(overdue.everything)
         if self._writes_stuck:
             self._take_back_writes()
         self.deletions.repeat_if_due(now)
@@ -261,71 +180,38 @@ class TierClient:
             if self.executor.cancel(op_id):
                 del self._lent_writes[op_id]
 
-    def _record_timeout(self, op_id: OpId, now: float) -> None:
-        """Count an overdue operation as one failure."""
-        if op_id not in self._timed_out:
-            self._timed_out.add(op_id)
-            breaker = self._reads if op_id in self._lent_reads else self._lookups
-            self._fail(breaker, now, "it does not answer in time")
-
-    def _record_result(self, breaker: Breaker, done: LookupDone | GetDone, now: float) -> None:
-        """Record a success or failure; an operation that timed out is counted already."""
-        timed_out = done.op_id in self._timed_out
-        self._timed_out.discard(done.op_id)
-        if not done.seconds or timed_out:
-            return
-        if not done.ok:
-            self._fail(breaker, now, self._health_reason or "its operations fail")
-        elif self._broke_its_word(done):
-            self._fail(breaker, now, "it delivers nothing of what it says that it holds")
-        else:
-            breaker.succeeded()
-            self._say_whether_open()
-
-    def _broke_its_word(self, done: LookupDone | GetDone) -> bool:
-        """Whether the tier said that it holds the blocks of a read, and none of them arrived."""
-        may_miss = self._reads_find_out or self.tier.others_evict
-        return isinstance(done, GetDone) and not any(done.each) and not may_miss
+    def _note_timeout(self, op_id: OpId, now: float) -> None:
+        breaker = self.health.reads if op_id in self._lent_reads else self.health.lookups
+        self.health.note_timeout(breaker, op_id, now)
 
     @property
-    def _health_reason(self) -> str:
-        return self._contained("health", lambda: self.tier.health().reason, "")
+    def complaint(self) -> str:
+        """Troubles of a tier that is asked all the same: too slow, full, read-only; "" if it has none."""
+        reason = "" if self.health.is_paused else self.health.reason
+        count = len(self.deletions)
+        undeleted = f"{count} blocks wait for their deletion and are not read" if count else ""
+        return "; ".join(filter(None, (self.probes.slowness, reason, undeleted)))
 
-    def _fail(self, breaker: Breaker, now: float, reason: str) -> None:
-        self._was_asked = True
-        if self._metrics is not None:
-            self._metrics.add("tier_failures", label=self.name)
-        if breaker.failed(now, reason) and breaker is self._reads:
-            self.executor.cancel_waiting_reads()
-        self._say_whether_open()
-
-    def _say_whether_open(self) -> None:
-        was_open, self._was_open = self._was_open, self.is_open
-        if was_open and not self._was_open:
-            logger.warning("kvpact: the %s tier works again", self.name)
-        elif self._was_open and not was_open:
-            logger.warning("kvpact: the %s tier is left alone for a while: %.300s", self.name, printable(self.trouble))
-
-    # What keeps it from being asked
+    # Probing
 
     def note_too_slow(self, kind: type[LookupDone | GetDone], seconds: float, now: float) -> None:
-        """The engine computes what a prompt lacks, because that is sooner than such an operation, of `seconds`."""
-        reason = self._probes.note_too_slow(kind, seconds, now)
+        """Record that the engine computes a prompt's missing blocks, sooner than such an operation of `seconds`."""
+        reason = self.probes.note_too_slow(kind, seconds, now)
         text = "kvpact: the %s tier is too slow for now: %s; tried again every %d s while prompts come"
         self._warned.log("slow", logging.INFO, text, self.name, reason, PROBE_SECONDS)
 
     def probe(self, keys: Sequence[BlockKey], now: float, *, before: Sequence[BlockKey] | None = None) -> None:
         """Try the tier again with a prompt's `keys`, for which it was not asked, if that is due. Nobody waits for it.
 
-        It looks them up, and if reads are in doubt reads what it finds into memory of its own.
+        It looks them up, and if reads are suspect reads those found into memory of its own.
         """
-        job = None if self._is_out else self._probes.begin(keys, now, before)
+        job = None if self.health.cannot_be_tried else self.probes.begin(keys, now, before)
         if job is not None:
             self.executor.submit(job)
 
     def _probe_on(self, done: LookupDone | GetDone | PutDone) -> None:
-        """A probe's look-up has ended: go on with a read where that is in doubt; or its read has."""
-        job = self._probes.end(done, shared=self.shared)
+        """End a probe's operation; after its look-up go on with a read, if reads are suspect."""
+        job = self.probes.end(done, shared=self.shared)
         if job is not None:
             self._lent_reads[job.op_id] = 0
             self._block_bytes[job.op_id] = bytes_of(job.buffers[0])
@@ -335,58 +221,59 @@ class TierClient:
     # Asking
 
     def held(self, keys: Sequence[BlockKey], now: float) -> int:
-        """How many of a prompt's `keys`, from its first block on, can be read from an exclusive tier."""
-        return self.deletions.first_among(keys, self._count(self._leading, keys, now))
+        """Number of a prompt's `keys`, from its first block on, that can be read from an exclusive tier."""
+        return self.deletions.first_among(keys, self._ask(self._leading, checked_count, keys, 0, now))
 
     def put_start(self, keys: Sequence[BlockKey], now: float) -> int:
-        """The block of a prompt's `keys` from which on an exclusive tier should be given them."""
-        return self.deletions.first_among(keys, self._count(self._put_start, keys, now))
+        """Index in a prompt's `keys` of the first block that an exclusive tier should be given."""
+        return self.deletions.first_among(keys, self._ask(self._put_start, checked_count, keys, 0, now))
 
     def has(self, key: BlockKey, now: float) -> bool:
-        """Whether a block can be read from an exclusive tier."""
+        """True if a block can be read from an exclusive tier."""
         return self.have((key,), now)[0]
 
     def have(self, keys: Sequence[BlockKey], now: float) -> Sequence[bool]:
-        """Which of these blocks can be read from an exclusive tier."""
-        nothing = [False] * len(keys)
-        if not self.may_read:
-            return nothing
-        try:
-            held = checked_answers(self.tier.lookup(keys), len(keys))
-            self._was_asked = True
-        except Exception as error:
-            self._warn_once("lookup", error)
-            self._fail(self._reads, now, f"its look-up raised {type(error).__name__}")
-            return nothing
+        """True for each of these blocks that can be read from an exclusive tier."""
+        nothing: Sequence[bool] = [False] * len(keys)
+        held = self._ask(self.tier.lookup, checked_answers, keys, nothing, now)
         if not len(self.deletions):
             return held
         return [is_held and key not in self.deletions for key, is_held in zip(keys, held, strict=True)]
 
-    def _count(self, question: Callable[[Sequence[BlockKey]], int], keys: Sequence[BlockKey], now: float) -> int:
-        if not self.may_read:
-            return 0
+    def _ask(
+        self,
+        question: Callable[[Sequence[BlockKey]], Answer],
+        checked: Callable[[Answer, int], Answer],
+        keys: Sequence[BlockKey],
+        otherwise: Answer,
+        now: float,
+    ) -> Answer:
+        """The tier's answer about `keys`, given on this thread; `otherwise` if it may not be read, or fails."""
+        if not self.health.may_read:
+            return otherwise
         try:
-            count = checked_count(question(keys), len(keys))
-            self._was_asked = True
-            return count
+            answer = checked(question(keys), len(keys))
         except Exception as error:
-            self._warn_once("lookup", error)
-            self._fail(self._reads, now, f"its look-up raised {type(error).__name__}")
-            return 0
+            text = "tier %s: lookup raised; further ones are not logged"
+            self._warned.log("lookup", logging.WARNING, text, self.name, error=error)
+            self.health.note_failed(self.health.reads, now, f"its look-up raised {type(error).__name__}")
+            return otherwise
+        self.health.note_answered()
+        return answer
 
     def readable(self, keys: Sequence[BlockKey], held: int) -> int:
-        """How many of the first `held` keys may be read: 0 if the tier fails, and none from a pending deletion on."""
-        return self.deletions.first_among(keys, held) if self.may_read else 0
+        """Number of leading `keys`, at most `held`, that may be read: none from a pending deletion on."""
+        return self.deletions.first_among(keys, held) if self.health.may_read else 0
 
     def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
-        """How many `keys` may be read by who has opened the tier too, perhaps sooner than here."""
-        return self.deletions.first_among(keys, len(keys) if self.is_awaited or self.may_read else 0)
+        """Number of `keys` that may be read by who has opened the tier too, perhaps sooner than here."""
+        return self.deletions.first_among(keys, len(keys) if self.health.is_awaited or self.health.may_read else 0)
 
     def submit_lookup(self, op_id: OpId, keys: Sequence[BlockKey], *, before: Sequence[BlockKey] | None = None) -> bool:
-        """See `TierExecutor`. Returns False and does nothing if the tier is not asked now."""
-        if self._lookups.is_open or not self.may_read:
+        """Submit a look-up to the executor. Returns False and does nothing if the tier is not asked now."""
+        if self.health.lookups.is_open or not self.health.may_read:
             return False
-        self._probes.note_asked(LookupDone)
+        self.probes.note_asked(LookupDone)
         self.executor.submit(Job(op_id, keys, before=before, kind=LookupDone))
         return True
 
@@ -398,12 +285,12 @@ class TierClient:
         *,
         before: Sequence[BlockKey] | None = None,
     ) -> bool:
-        """See `TierExecutor`. Returns False and does nothing if the tier is not read now. At most `room` blocks."""
-        if not self.may_read:
+        """Submit a read of at most `room` blocks. Returns False and does nothing if the tier is not read now."""
+        if not self.health.may_read:
             return False
-        self._probes.note_asked(GetDone)
+        self.probes.note_asked(GetDone)
         self._lent_reads[op_id] = len(buffers)
-        self._probes.note_read(bytes_of(buffers[0]), in_a_row=before is not None)
+        self.probes.note_read(bytes_of(buffers[0]), in_a_row=before is not None)
         self._block_bytes[op_id] = bytes_of(buffers[0]) if before is not None else fmean(map(bytes_of, buffers))
         self.executor.submit(Job(op_id, keys, buffers, before))
         return True
@@ -419,8 +306,8 @@ class TierClient:
         before: Sequence[BlockKey] | None = None,
         depths: Sequence[int] = (),
     ) -> bool:
-        """See `TierExecutor`. Also False if a write hangs and this one needs more slots than the tier may borrow."""
-        if not self.may_write or (self._writes_stuck and len(buffers) > self.room):
+        """Submit a write. False if its queue is full, or a write is overdue and this one needs more than `room`."""
+        if not self.health.may_write or (self._writes_stuck and len(buffers) > self.room):
             return False
         if not self.executor.submit(Job(op_id, keys, buffers, before, nbytes, PutDone, epoch=epoch, depths=depths)):
             return False
@@ -430,22 +317,17 @@ class TierClient:
     def give_up(self, op_id: OpId, *, late: bool) -> None:
         """Cancel a look-up or read whose result is no longer needed; if it is `late`, count a failure."""
         if late:
-            self._record_timeout(op_id, self._clock())
+            self._note_timeout(op_id, self._clock())
         self.executor.cancel(op_id)
-
-    @property
-    def has_completions(self) -> bool:
-        """Whether `poll` would report anything."""
-        return self.executor.has_completions
 
     def poll(self) -> Iterator[LookupDone | GetDone | PutDone | Deleted]:
         """Operations that have ended. Those that the caller does not consume stay for a later call. Never waits."""
         for done in self.executor.poll():
             if isinstance(done, ControlDone):
                 keys = self.deletions.end(done)
-                self._say_whether_open()
+                self.health.log_pause()
                 yield Deleted(keys)
-            elif done.op_id in self._probes:
+            elif done.op_id in self.probes:
                 self._probe_on(done)
                 self._note(done, self._clock())
             else:
@@ -453,15 +335,13 @@ class TierClient:
                 yield done
 
     def _note(self, done: LookupDone | GetDone | PutDone, now: float) -> None:
-        self._was_asked |= done.seconds > 0
+        self.health.note_done(done, now)
         if isinstance(done, LookupDone):
-            self._record_result(self._lookups, done, now)
             if done.ok and done.seconds:
                 self.costs.note_lookup(done.seconds)
                 if self._metrics is not None:
                     self._metrics.observe("lookup_seconds", done.seconds, self.name)
         elif isinstance(done, GetDone):
-            self._record_result(self._reads, done, now)
             nbytes = round(sum(done.each) * self._block_bytes.pop(done.op_id))
             if done.seconds and nbytes:
                 self.costs.note_read(nbytes, done.seconds)
@@ -477,18 +357,18 @@ class TierClient:
         A deletion that the tier refuses, or that raises, is repeated.
         """
         self.deletions.add(keys)
-        self._say_whether_open()
+        self.health.log_pause()
 
     # Counts and end
 
     def capacity(self) -> TierCapacity:
         """The tier's capacity; the last known one if it raises."""
-        self._capacity = self._contained("capacity", self.tier.capacity, self._capacity)
+        self._capacity = self._warned.contained(f"tier {self.name}: capacity", self.tier.capacity, self._capacity)
         return self._capacity
 
     def counts(self) -> TierCounts:
         """The tier's counts, with those before it was opened anew; the last known ones if it raises."""
-        self._counts = self._contained("counts", self.tier.counts, self._counts)
+        self._counts = self._warned.contained(f"tier {self.name}: counts", self.tier.counts, self._counts)
         return self._counts_before + self._counts
 
     def close(self, timeout: float) -> bool:
@@ -498,34 +378,20 @@ class TierClient:
         """
         self.deletions.repeat()
         flushed = self.executor.close(timeout)
-        self._contained("close", self._opened.close, None)
+        self._warned.contained(f"tier {self.name}: close", self._opened.close, None)
         return flushed
-
-    @property
-    def undeleted(self) -> int:
-        """Blocks that the tier has not been seen to delete."""
-        return len(self.deletions)
-
-    def _contained(self, what: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """What `call` returns, or `otherwise` if it raises; the first error of a kind is logged."""
-        try:
-            return call()
-        except Exception as error:
-            self._warn_once(what, error)
-            return otherwise
-
-    def _warn_once(self, what: str, error: Exception) -> None:
-        text = "tier %s: %s raised; further ones are not logged"
-        self._warned.log(what, logging.WARNING, text, self.name, what, error=error)
 
 
 def observe_tier(metrics: Gauges, client: TierClient, block_bytes: int) -> None:
     """Update a tier's gauges and totals."""
-    name, capacity, counts, is_open = client.name, client.capacity(), client.counts(), int(client.is_open)
-    if client.is_known:
-        metrics.set("tier_up", 1 - is_open, name)
-    metrics.set("open_breakers", is_open, name)
-    metrics.set("slow_tiers", int(bool(client.slowness)), name)
+    name = client.name
+    capacity = client.capacity()
+    counts = client.counts()
+    is_paused = client.health.is_paused
+    if client.health.is_known:
+        metrics.set("tier_up", int(not is_paused), name)
+    metrics.set("open_breakers", int(is_paused), name)
+    metrics.set("slow_tiers", int(bool(client.probes.slowness)), name)
     metrics.set("capacity_blocks", capacity.capacity_bytes // block_bytes, name)
     metrics.set("held_blocks", capacity.blocks, name)
     metrics.set("used_bytes", capacity.used_bytes, name)

@@ -1,4 +1,4 @@
-"""Whether a match is worth loading: recent costs of loads and prefill, as decaying averages.
+"""Recent costs of loads and prefill, as decaying averages, and the comparison by which a match is worth loading.
 
 Owns the measurements and the one comparison. Knows numbers, not tiers or requests; without a measurement the answer is
 "load".
@@ -33,7 +33,7 @@ class DecayingRate:
 
 @dataclass(slots=True)
 class TierCosts:
-    """What one tier costs; unknown at first."""
+    """Costs of one tier; unknown at first."""
 
     latency: DecayingRate = field(default_factory=DecayingRate)
     bandwidth: DecayingRate = field(default_factory=DecayingRate)
@@ -57,11 +57,11 @@ class TierCosts:
         self.bandwidth.add(nbytes, seconds)
 
     def forget_lookups(self) -> None:
-        """The next look-up alone says how long one takes: those before it kept the tier from being asked."""
+        """Drop earlier measurements of look-ups, because of which the tier was not asked."""
         self.latency = DecayingRate()
 
     def forget_reads(self) -> None:
-        """The next read alone says how much arrives in a second: those before it kept the tier from being read."""
+        """Drop earlier measurements of reads, because of which the tier was not read."""
         self.bandwidth = DecayingRate()
 
     def seconds_for(self, nbytes: int) -> float | None:
@@ -70,7 +70,7 @@ class TierCosts:
 
 
 class PrefillRate:
-    """How fast the engine computes prompts, from each step's tokens and the time until the next step."""
+    """Prefill rate of the engine, from each step's tokens and the time until the next step."""
 
     MAX_SECONDS: Final = 60.0
     """A longer step counts as a pause."""
@@ -87,7 +87,7 @@ class PrefillRate:
         return self._rate.per_second
 
     def note_step(self, tokens: int, now: float) -> None:
-        """A step that computes `tokens` begins at `now`."""
+        """Record that a step that computes `tokens` begins at `now`."""
         if self._step is not None:
             began, computed = self._step
             if 0 < now - began < self.MAX_SECONDS:
@@ -95,11 +95,11 @@ class PrefillRate:
         self._step = (now, tokens) if tokens >= self._least else None
 
     def seconds_for(self, tokens: int) -> float:
-        """How long the engine computes so many tokens; 0 if that is unknown."""
+        """Expected seconds to compute so many tokens; 0 if that is unknown."""
         return tokens / self.tokens_per_second if self.tokens_per_second else 0.0
 
     def is_faster(self, tokens: int, load_seconds: float | None) -> bool:
-        """Whether computing `tokens` is faster than loading them; False if either time is unknown, None or 0."""
+        """True if computing `tokens` is faster than loading them; False if either time is unknown, None or 0."""
         if not load_seconds or not self.tokens_per_second:
             return False
         return self.seconds_for(tokens) < load_seconds

@@ -15,6 +15,7 @@ from typing import Final
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.executor import ControlDone, OpId, TierExecutor
+from kvpact.tiers.known_keys import first_in
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +48,21 @@ class Deletions:
         self._refused: dict[BlockKey, None] = {}
         """Blocks whose deletion must be repeated."""
         self.lost_count = False
-        """Whether there were too many of them to keep: then nothing that the tier holds is used."""
+        """True if there were too many of them to keep: then nothing that the tier holds is used."""
         self._repeat_at = inf
         self._must_refute = False
-        """Whether the tier has not left the mark that it was asked for."""
+        """True while the tier has not left the mark that it was asked for."""
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Whether the block waits for deletion."""
+        """True if the block waits for deletion."""
         return key in self._keys
 
     def first_among(self, keys: Sequence[BlockKey], held: int) -> int:
         """Index of the first of the first `held` keys that waits for deletion; `held` if none does."""
-        deleting = self._keys
-        return next((at for at in range(held) if keys[at] in deleting), held) if deleting else held
+        return first_in(self._keys, keys, held)
 
     def add(self, keys: Sequence[BlockKey]) -> None:
         """Have the tier delete these blocks."""
@@ -88,7 +88,7 @@ class Deletions:
         if self._executor.tier.exclusive:
             self._submit(None)
         elif not self.lost_count:
-            logger.error("kvpact: the %s tier does not delete what it must; it is not used any more", self._name)
+            logger.error("kvpact: the %s tier cannot delete blocks; it is not used any more", self._name)
         self.lost_count = True
 
     def _forget_all(self) -> None:
@@ -121,7 +121,8 @@ class Deletions:
         if self.lost_count and exclusive and None not in self._under_way.values():
             self._submit(None)
         elif self._refused:
-            keys, self._refused = tuple(self._refused), {}
+            keys = tuple(self._refused)
+            self._refused = {}
             self._submit(keys)
 
     def end(self, done: ControlDone) -> tuple[BlockKey, ...]:

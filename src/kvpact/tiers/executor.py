@@ -49,7 +49,7 @@ class BlocksDone:
 
     @property
     def in_a_row(self) -> int:
-        """How many, from the first on."""
+        """Number of leading blocks for which `each` is true."""
         return leading(self.each)
 
 
@@ -84,7 +84,7 @@ class Overdue:
     reads: tuple[OpId, ...] = ()
     writes: bool = False
     everything: bool = False
-    """Whether overdue operations occupy every thread, so that nothing else can begin."""
+    """True if overdue operations occupy every thread, so that nothing else can begin."""
 
 
 NOTHING_OVERDUE = Overdue()
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes the tier's content; such jobs run one after another."""
+        """True if it changes the tier's content; such jobs run one after another."""
         return self.kind is PutDone or self.kind is ControlDone
 
     def done(self, ok: bool) -> Done:
@@ -172,7 +172,7 @@ class TierExecutor:
             raise ValueError(f"a tier's queue needs at least 1 thread, not {threads}")
         self.tier = tier
         self.label = label or tier.name
-        """What metrics and logs call it."""
+        """Name in metrics and logs."""
         self._woken_by_owner = woken_by_owner
         self._unflushed = 0
         """Jobs submitted since the last wake-up of threads."""
@@ -198,7 +198,7 @@ class TierExecutor:
         if not self.has_room(job.write_bytes):
             return False
         if job.op_id in shared.under_way:
-            raise PactViolation(f"ticket {job.op_id!r} is under way already; a ticket names one read or write")
+            raise PactViolation(f"operation {job.op_id!r} is already running; each operation needs an id of its own")
         if shared.closing:
             shared.done.append(job.done(True))
             return True
@@ -258,7 +258,7 @@ class TierExecutor:
 
     @property
     def has_completions(self) -> bool:
-        """Whether `poll` would report anything."""
+        """True if `poll` would report anything."""
         return bool(self._shared.done)
 
     def poll(self) -> Iterator[Done]:
@@ -278,11 +278,11 @@ class TierExecutor:
         return max(0, self._max_write_bytes - self.pending_write_bytes)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a write of `nbytes` would be accepted now."""
+        """True if a write of `nbytes` would be accepted now."""
         return nbytes <= self.room
 
     def most_per_write(self, block_bytes: int) -> int:
-        """How many blocks of this size one write may have: one waits while another runs, so half of what may wait.
+        """Most blocks of this size in one write: one waits while another runs, so half of what may wait.
 
         At least one, which has room where nothing waits: an engine with a smaller queue does not start.
         """
@@ -296,8 +296,8 @@ class TierExecutor:
     def close(self, timeout: float) -> bool:
         """Drop waiting reads, finish waiting writes within `timeout` seconds, then give up on them (H56).
 
-        Returns whether all threads have ended. If not, one hangs in the tier: its buffers must not be reused, and its
-        operation is reported if it ever ends. `poll` still reports the others. Idempotent.
+        Returns whether all threads have ended. If not, one does not return from the tier: its buffers must not be
+        reused, and its operation is reported if it ever ends. `poll` still reports the others. Idempotent.
         """
         shared = self._shared
         deadline = time.monotonic() + timeout
@@ -388,7 +388,8 @@ def call_tier(tier: Tier, job: Job) -> None:
         return
 
     def progress(arrived: int) -> bool:
-        job.arrived, job.moved = checked_count(arrived, len(job.buffers)), time.monotonic()
+        job.arrived = checked_count(arrived, len(job.buffers))
+        job.moved = time.monotonic()
         return not job.cancelled
 
     if job.kind is LookupDone:
@@ -408,7 +409,7 @@ def call_tier(tier: Tier, job: Job) -> None:
 
 
 def look_up(tier: Tier, keys: Sequence[BlockKey], *, follow: bool) -> Sequence[bool]:
-    """Which of the blocks the tier holds; of those that `follow` one another from a prompt's first on, up to a hole."""
+    """True for each block that the tier holds; up to a hole for those that `follow` one another in a prompt."""
     if follow and isinstance(tier, SupportsPrefix):
         held = checked_count(tier.leading(keys), len(keys))
         return [True] * held + [False] * (len(keys) - held)

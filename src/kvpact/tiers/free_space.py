@@ -1,6 +1,6 @@
 """Room that is not a tier's own: a file system, a quota, a limit on the size of files with less than its capacity.
 
-Owns which errors say so, and what is said of it at the start. What is evicted then, each tier decides.
+Owns the errors that mean "full", and the warning at the start. Each tier decides what it evicts then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from kvpact.errors import printable
+from kvpact.tiers.log_once import LogOnce
 from kvpact.units import format_size
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -24,7 +25,7 @@ SLACK_SHARE: Final = 16
 
 
 _SAID: Final = set[tuple[Path, int]]()
-"""Places and capacities of which this process has said that they do not fit: a tier may be opened again and again."""
+"""Places and capacities for which this process has logged that they do not fit: a tier may be opened repeatedly."""
 
 
 def warn_if_scarce(logger: logging.Logger, whose: str, path: Path, capacity_bytes: int, held: Iterable[int]) -> None:
@@ -45,23 +46,22 @@ def scarcity(path: Path, capacity_bytes: int, held_bytes: int) -> str:
         return ""
     return (
         f"a capacity of {format_size(capacity_bytes)} is more than the {format_size(room)} that {path} has room for; "
-        "when that is full, what was used least recently goes"
+        "when that is full, the least recently used blocks are evicted"
     )
 
 
 class Unremovable:
-    """What an eviction could not remove, and goes past: it counts as taken, and one of it is named to people."""
+    """Files that an eviction could not remove, and skips: they count as taken, and one is named in the log."""
 
     def __init__(self, logger: logging.Logger, whose: str) -> None:
         """`whose` begins each line: "disk tier"."""
-        self._logger = logger
+        self._warned = LogOnce(logger)
         self._whose = whose
         self._found = dict[str, str]()
         """Name of each such file or object -> why."""
-        self._is_told = False
 
     def forget(self) -> None:
-        """An eviction begins: each is tried again."""
+        """Forget them as an eviction begins: each is tried again."""
         self._found.clear()
 
     def __contains__(self, name: str) -> bool:
@@ -71,7 +71,7 @@ class Unremovable:
         return len(self._found)
 
     def note(self, name: str, error: Exception) -> None:
-        """It cannot be removed now."""
+        """Record a file that cannot be removed now."""
         self._found[name] = getattr(error, "strerror", None) or str(error)
 
     def tell(self) -> str:
@@ -81,11 +81,9 @@ class Unremovable:
         name, why = next(iter(self._found.items()))
         text = (
             f"{self._whose}: {len(self._found)} files in the way cannot be removed, such as {printable(name)}: {why}; "
-            "others go instead, and these count as taken: remove them, or give this user the right to"
+            "others are evicted instead, and these count as taken: remove them, or give this user the right to"
         )
-        if not self._is_told:
-            self._is_told = True
-            self._logger.warning("%s", text)
+        self._warned.log("unremovable", logging.WARNING, "%s", text)
         return text
 
 

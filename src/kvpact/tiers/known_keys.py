@@ -1,4 +1,4 @@
-"""Block keys and when something was learned of each, as many as there is room for: what is known of a tier's content.
+"""Block keys and the time at which each was last reported by a tier, as many as there is room for.
 
 Owns how long such knowledge is believed.
 """
@@ -6,7 +6,7 @@ Owns how long such knowledge is believed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from kvpact.identity.keys import BlockKey
@@ -34,7 +34,7 @@ class LRUKeySet:
         return iter(self._keys)
 
     def added_since(self, key: BlockKey, time: float) -> bool:
-        """Whether `key` was added at `time` or later."""
+        """True if `key` was added at `time` or later."""
         return self._keys.get(key, -inf) >= time
 
     def add(self, keys: Sequence[BlockKey], now: float = 0.0) -> None:
@@ -51,10 +51,15 @@ class LRUKeySet:
             self._keys.pop(key, None)
 
     def discard_older(self, time: float) -> None:
-        """Remove what was added before `time`. O(removed keys)."""
+        """Remove keys added before `time`. O(removed keys)."""
         while self._keys and next(iter(self._keys.values())) < time:
             self._keys.popitem(last=False)
 
     def first_of(self, keys: Sequence[BlockKey], end: int) -> int:
         """Position of the first of `keys[:end]` that is in the set, else `end`."""
-        return next((at for at in range(end) if keys[at] in self._keys), end) if self._keys else end
+        return first_in(self._keys, keys, end)
+
+
+def first_in(found: Mapping[BlockKey, object], keys: Sequence[BlockKey], end: int) -> int:
+    """Position of the first of `keys[:end]` that is in `found`, else `end`."""
+    return next((at for at in range(end) if keys[at] in found), end) if found else end

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from traceback import format_exception
-from typing import Final
+from typing import Final, TypeVar
 
 from kvpact.errors import printable
 
 MAX_KINDS: Final = 20
 """At most this many kinds of events are logged; a damaged disk can produce many."""
+
+Answer = TypeVar("Answer")
 
 
 class LogOnce:
@@ -25,3 +28,11 @@ class LogOnce:
             self._kinds.add(kind)
             trace = "".join(format_exception(error)).splitlines() if error is not None else ()
             self._logger.log(level, "%s", "\n  ".join(map(printable, [message % arguments, *trace])))
+
+    def contained(self, what: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Result of `call`, or `otherwise` if it raises; the first error of each kind is logged with its traceback."""
+        try:
+            return call()
+        except Exception as error:
+            self.log(what, logging.WARNING, "%s raised; further ones are not logged", what, error=error)
+            return otherwise

@@ -29,14 +29,14 @@ Asked: TypeAlias = type[LookupDone | GetDone]
 
 
 class Probes:
-    """Puts to the test what keeps one store from being asked: its breakers, and that it is too slow."""
+    """Tests the beliefs that keep one store from being asked: its open breakers, and that it is too slow."""
 
     def __init__(self, lookups: Breaker, reads: Breaker, costs: TierCosts) -> None:
         self._lookups = lookups
         self._reads = reads
         self._costs = costs
         self._slow: dict[Asked, Belief] = {}
-        """Operations for which the engine computed what it lacks, because that was sooner."""
+        """Operations that were not ordered, because the engine computed the missing blocks sooner."""
         self._due_at = -inf
         self._ids = count(1)
         self._under_way: dict[OpId, tuple[Sequence[BlockKey], Sequence[BlockKey] | None]] = {}
@@ -61,20 +61,20 @@ class Probes:
         return reason
 
     def note_asked(self, kind: Asked) -> None:
-        """A request asks it after all."""
+        """Drop the belief that such an operation is too slow, as a request orders one."""
         self._slow.pop(kind, None)
 
     def note_read(self, block_bytes: int, *, in_a_row: bool) -> None:
-        """A request reads blocks of so many bytes, which follow one another or not."""
+        """Record the bytes of the blocks that a request reads, which follow one another or not."""
         self._block_sizes[in_a_row] = block_bytes
 
     @property
     def slowness(self) -> str:
-        """Why prompts were computed for which it could be asked; "" if none was since it was asked last."""
+        """Reason why prompts were computed for which it could be asked; "" if none was since it was asked last."""
         return "; ".join(belief.reason for belief in list(self._slow.values()))
 
     def doubted_for(self, now: float) -> float:
-        """Seconds for which it has been left alone, or too slow; 0 if it is neither."""
+        """Seconds since when it has been paused, or too slow; 0 if it is neither."""
         beliefs = [self._lookups.belief, self._reads.belief, *list(self._slow.values())]
         return max((now - belief.since for belief in beliefs if belief is not None), default=0.0)
 
@@ -88,7 +88,7 @@ class Probes:
         return Job(self._new(keys, before), keys, before=before, kind=LookupDone)
 
     def end(self, done: LookupDone | GetDone | PutDone, *, shared: bool) -> Job | None:
-        """Note what a probe's operation has said; the read that goes on where reads are in doubt.
+        """Record the result of a probe's operation; returns the read that follows where reads are suspect.
 
         What was measured before counts no more where it kept the tier from being asked. Where a look-up has asked
         nobody, as exclusive tiers answer from memory, the next probe may come at once.

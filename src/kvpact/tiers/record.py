@@ -1,4 +1,4 @@
-"""How one stored block is framed, and how a record is verified.
+"""Framing of one stored block, and verification of records.
 
 Owns the 256-byte header that goes before (or, in a slab, beside) every stored payload. Never does I/O.
 """
@@ -68,7 +68,7 @@ _NO_SEAL = bytes(_SEAL_BYTES)
 
 
 def new_run() -> bytes:
-    """A name for what one engine writes to a tier from its opening on, so that all of it can be refused later."""
+    """Name of all records that one engine writes to a tier from its opening on, so that they can be refused later."""
     return os.urandom(RUN_BYTES)
 
 
@@ -131,7 +131,8 @@ def groups_of(buffers: Sequence[BlockBuffer]) -> Iterator[tuple[int, int]]:
         size = max(HEADER_BYTES, bytes_of(buffer))
         if nbytes and nbytes + size > GROUP_BYTES:
             yield first, index
-            first, nbytes = index, 0
+            first = index
+            nbytes = 0
         nbytes += size
     if nbytes:
         yield first, len(buffers)
@@ -146,7 +147,7 @@ def require_at_most(buffers: Sequence[BlockBuffer], nbytes: int, whose: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a store knows of one block without reading its payload.
+    """Description of one stored block, readable without its payload.
 
     `parent` is the key of the block without which it is of no use, b"" for none. `depth` is its number in its prompt,
     with a parent at least 1.
@@ -200,7 +201,7 @@ class RecordHeader:
         seal: RecordMac | None = UNSEALED,
         refuted: Container[bytes] = (),
     ) -> RecordHeader:
-        """The header in `raw`, if it is sound and belongs to this `namespace`, payload `length`, `slot` and `seal`.
+        """The header in `raw`, if it is valid and belongs to this `namespace`, payload `length`, `slot` and `seal`.
 
         None accepts any namespace, length or seal, for tools outside an engine. A payload has at most `max_length`
         bytes. Records of `refuted` runs are not accepted.
@@ -237,18 +238,18 @@ class RecordHeader:
         return cls(its_namespace, key, before, depth, its_length, digest, written, used, its_slot, Epoch(epoch), run)
 
 
-def sound_in_slab(
+def valid_in_slab(
     headers: np.ndarray,
     namespace: bytes,
     max_length: int,
     slots: NDArray[np.int64],
     refuted: Collection[bytes] = (),
 ) -> NDArray[np.bool_]:
-    """Which of the `headers`, a contiguous array of `FIELDS` that were found in `slots`, `RecordHeader.decode` accepts:
-    those without a seal, of this namespace, with a payload of at most `max_length` bytes, each in its own slot, and of
-    no `refuted` run. 0.25 us for each.
+    """True for each of the `headers`, a contiguous array of `FIELDS` found in `slots`, that `RecordHeader.decode`
+    accepts: without a seal, of this namespace, with a payload of at most `max_length` bytes, in its own slot, and of no
+    `refuted` run. 0.25 us for each.
     """
-    sound: NDArray[np.bool_] = (
+    valid: NDArray[np.bool_] = (
         (headers["magic"] == np.frombuffer(RECORD_MAGIC, "<u8"))
         & (headers["version"] == RECORD_FORMAT)
         & (headers["slot"] == slots.astype(np.uint64))
@@ -258,14 +259,14 @@ def sound_in_slab(
         & ~headers["seal"].any(axis=1)
     )
     for run in refuted:
-        sound &= (headers["run"] != np.frombuffer(run, "<u8")).any(axis=1)
-    if sound.any():
+        valid &= (headers["run"] != np.frombuffer(run, "<u8")).any(axis=1)
+    if valid.any():
         checked = np.ndarray(len(headers), f"V{_CHECKED_BYTES}", headers, 0, (HEADER_BYTES,))
         for first in range(0, len(headers), _AT_ONCE):
             part = slice(first, first + _AT_ONCE)
             pieces = checked[part].tolist()
-            sound[part] &= headers["checksum"][part] == np.fromiter(map(_checksum_of, pieces), np.uint64, len(pieces))
-    return sound
+            valid[part] &= headers["checksum"][part] == np.fromiter(map(_checksum_of, pieces), np.uint64, len(pieces))
+    return valid
 
 
 def written_in_older_format(raw: bytes | memoryview) -> float | None:
@@ -288,7 +289,7 @@ def run_in(raw: bytes | bytearray) -> bytes:
 
 
 def is_empty_header(raw: bytes | memoryview) -> bool:
-    """Whether `raw` is the header of a position that holds no record."""
+    """True if `raw` is the header of a position that holds no record."""
     return raw == _EMPTY
 
 

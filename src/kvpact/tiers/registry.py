@@ -24,7 +24,7 @@ from kvpact.tiers.urls import TierURL
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is opened for. `slot_bytes` is the largest block's size over all ranks; others may be smaller.
+    """Context of a tier's opening. `slot_bytes` is the largest block's size over all ranks; others may be smaller.
 
     With `for_tool` a command looks at what is there: opening, asking, reading and closing create and evict nothing.
     """
@@ -36,7 +36,7 @@ class TierContext:
 
 
 OF_A_TOOL: Final = TierContext(Namespace({"tool": "kvpact"}), 4096, for_tool=True)
-"""What a command opens another package's tier for: no engine has this namespace."""
+"""Namespace under which a command opens another package's tier: no engine has it."""
 
 
 OpenTier: TypeAlias = "Callable[[TierURL, TierContext], Tier]"
@@ -81,7 +81,7 @@ def _store_of(url: TierURL, tier: Tier) -> RecordStore:
         return tier.store
     tier.close()
     raise NoSuchTier(
-        f"{url}: a {type(tier).__name__} is opened for one model, and shows a command nothing of what others stored; "
+        f"{url}: a {type(tier).__name__} is opened for one model, and shows a command no blocks of others; "
         "kvpact tiers says how it is, and only a SharedTier over a RecordStore can be looked into"
     )
 
@@ -107,7 +107,7 @@ def open_tier(url: TierURL, place: TierContext) -> Tier:
 
 
 def may_be_planted(url: TierURL, seal: RecordMac) -> bool:
-    """Whether others can write where this tier is, and nothing tells what they write from what an engine stored.
+    """True if others can write where this tier is, and nothing distinguishes their records from an engine's.
 
     Slabs of a disk tier have no seal; a folder without `?group=` is this user's alone.
     """

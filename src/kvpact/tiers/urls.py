@@ -99,7 +99,7 @@ class TierURL:
 
     @property
     def holds_secret(self) -> bool:
-        """Whether a password, or an option that may be a secret, stands in the URL itself.
+        """True if a password, or an option that may be a secret, stands in the URL itself.
 
         The name of a file with a secret is no secret, nor is a user's name alone in a URL of a kind that kvpact knows.
         """
@@ -119,7 +119,7 @@ class TierURL:
 
 
 def tier_labels(tiers: Sequence[TierURL]) -> tuple[str, ...]:
-    """What metrics and logs call these tiers: each by its option `name`, or else by its kind."""
+    """Names of these tiers in metrics and logs: each by its option `name`, or else by its kind."""
     return distinct([tier.options.get("name", "") for tier in tiers], [kind_of(tier.scheme) for tier in tiers])
 
 

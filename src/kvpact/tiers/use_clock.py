@@ -1,4 +1,4 @@
-"""The time by which what was stored is ordered: it never goes back, and no two clocks of hosts are compared.
+"""Clock by which stored blocks are ordered: it never goes back, and no two clocks of hosts are compared.
 
 Owns the distance to the monotonic clock, and the file from which all hosts of a directory go on.
 """
@@ -14,14 +14,14 @@ from typing import Final
 from kvpact.own_files import Access, closing
 
 STEP_NS: Final = 1_000
-"""How much older than its parent a record looks at least: the finest step that all file systems with more than whole
+"""Least difference in time of a record from its parent's: the finest step that all file systems with more than whole
 seconds keep."""
 
 ABANDONED_SECONDS: Final = 3600.0
 """A file that a writer has not changed for this long, by the clock of the file server, counts as left by a dead one."""
 
 _LATEST_NS: Final = 1 << 62
-"""The year 2116. What is later was damaged or planted: no file system keeps it."""
+"""The year 2116. A later time was damaged or planted: no file system keeps it."""
 
 _NS_BYTES: Final = 8
 
@@ -53,7 +53,7 @@ class SharedClock:
         self._access = access
 
     def is_abandoned(self, found: os.stat_result) -> bool:
-        """Whether a file of the directory had not changed for `ABANDONED_SECONDS` when anybody last asked `now`."""
+        """True if a file of the directory had not changed for `ABANDONED_SECONDS` when anybody last asked `now`."""
         with suppress(OSError):
             return os.stat(self.path, follow_symlinks=False).st_ctime - found.st_ctime > ABANDONED_SECONDS
         return False

@@ -18,13 +18,13 @@ class UseCount:
         self._lock = threading.Lock()
         self._count = 0
         self.stopped = False
-        """Whether no further use may begin."""
+        """True once no further use may begin."""
         self.released = False
-        """Whether the resource was let go: the stop came, and the last use has ended."""
+        """True once the resource was released: the stop came, and the last use has ended."""
 
     @contextmanager
     def one(self) -> Iterator[bool]:
-        """A use: gives whether the resource may be used within the context."""
+        """Context of one use: yields whether the resource may be used."""
         with self._lock:
             begun = not self.stopped
             self._count += begun

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpact.vllm.context import VllmContext
-    from kvpact.worker.jobs import EndedLoads
+    from kvpact.worker.rank_jobs import EndedLoads
 
 logger = logging.getLogger(__name__)
 

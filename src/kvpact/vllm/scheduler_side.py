@@ -171,7 +171,7 @@ class SchedulerSide:
         view = self._view(request)
         if self.context is not None:
             self.context.on_new_request(request)
-        if self.mounted is not None and self.mounted.may_serve():
+        if self.mounted is not None and self.mounted.read_notices():
             self.mounted.cache.on_new_request(view)
 
     def _view(self, request: Any) -> VllmRequest:
@@ -193,7 +193,7 @@ class SchedulerSide:
         mounted = self.mounted
         if self.loads.must_step_aside:
             return None
-        if mounted is None or not mounted.may_serve():
+        if mounted is None or not mounted.read_notices():
             return NO_MATCH
         cache = mounted.cache
         waiting = self._waiting[view.request_id]
@@ -268,7 +268,7 @@ class SchedulerSide:
         ]
         load = self.loads.admit(view, answer, num_tokens, tables, epochs, found) if num_tokens else None
         try:
-            if not mounted.may_serve():
+            if not mounted.read_notices():
                 raise KvpactError("the last reset of the cache failed; nothing is loaded")
             accepted = mounted.cache.commit_external_match(view, answer.match, num_tokens, tables[0])
         finally:
@@ -301,7 +301,7 @@ class SchedulerSide:
         mounted = self.mounted
         if mounted is None:
             return PactMetadata.of(StepMessage())
-        if not mounted.may_serve():
+        if not mounted.read_notices():
             self.abandon_step()
             return self.end_broken_step()
         if scheduled:
@@ -418,7 +418,7 @@ class SchedulerSide:
                 self.context.evict_published(sorted(spoilt))
         if mounted is None:
             return
-        mounted.may_serve()  # blocks reported as saved may be from weights that are gone
+        mounted.read_notices()  # blocks reported as saved may be from weights that are gone
         doubtful = self._late.unnamed(invalid_block_ids, overdue=overdue)
         if doubtful and self.context is not None:
             tables = {name: self._block_ids_or_none(name) for name in self._requests}
@@ -449,7 +449,7 @@ class SchedulerSide:
             or self.loads.is_distrusted(view.request_id)
         ):
             return
-        if request.status.name not in CUT_SHORT and mounted.may_serve():
+        if request.status.name not in CUT_SHORT and mounted.read_notices():
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             with context.saving(None, {}):
                 mounted.cache.note_computed(view, computed, partial(self._chain_of, view.request_id))

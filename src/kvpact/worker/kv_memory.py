@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvpact.errors import ConfigError, KvpactError
-from kvpact.worker.jobs import RankJobs
 from kvpact.worker.paged import PagedKV
+from kvpact.worker.rank_jobs import RankJobs
 from kvpact.worker.transfer import RankTransfers
 
 POLL_SECONDS: Final = 0.001

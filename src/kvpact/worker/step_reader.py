@@ -143,13 +143,13 @@ class StepReader:
         while left and walk.tier < len(self._sources):
             client = self._sources[walk.tier].client
             number = min(left, max(1, READ_BYTES // self._block_bytes), client.room)
-            walk.buffers = self._new_buffers(number) if client.may_read else []
+            walk.buffers = self._new_buffers(number) if client.health.may_read else []
             walk.op_id = next(self._tickets)
             before, keys = walk.wanted.keys[: walk.at], walk.wanted.keys[walk.at : walk.at + number]
             if walk.buffers and client.submit_get(walk.op_id, keys, walk.buffers, before=before):
                 self._walks[walk.op_id] = walk
                 return
-            if client.is_open:
+            if client.health.is_paused:
                 client.probe(walk.wanted.keys, now, before=())
             if not number and any(other.tier == walk.tier for other in self._walks.values()):
                 self._crowded.append(walk)

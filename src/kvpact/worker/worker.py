@@ -1,7 +1,7 @@
 """The worker's half of the connector: one rank's KV memory, its arena segment, and the copies between them.
 
 Owns the rank's memory segment and transfer threads. Decides nothing: it copies what the scheduler's half orders; what
-became of it, `kvpact.worker.jobs` keeps.
+became of it, `kvpact.worker.rank_jobs` keeps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
-from kvpact.worker.jobs import EndedLoads, RankJobs
 from kvpact.worker.kv_memory import KVMemory
 from kvpact.worker.paged import PagedKV
+from kvpact.worker.rank_jobs import EndedLoads, RankJobs
 from kvpact.worker.segment import Sharing, open_segment
 from kvpact.worker.step_reader import Wanted, reader_for, room_in_step
 from kvpact.worker.transfer import RankTransfers

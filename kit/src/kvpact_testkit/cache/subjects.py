@@ -23,7 +23,7 @@ from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.tiers.base import Tier
-from kvpact.tiers.disk.slab import PAGE_BYTES
+from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.shared.tier import SharedTier

@@ -127,7 +127,7 @@ class Engine:
 
     def reset_connector(self) -> None:
         """Reset the external cache only: the engine's blocks and requests stay as they are."""
-        if self.scheduler.late_commits:
+        if self.scheduler.commits.late:
             self._drain()  # commit a match before the cache that promised it is reset
         if self.cache is not None:
             self.cache.reset()

@@ -36,7 +36,7 @@ class OutputProcessor:
         if scheduler.cache is None:
             self._apply(output, sampled, range(len(sampled)), finished)
             return finished
-        if scheduler.late_commits:
+        if scheduler.commits.late:
             scheduler.commit_late()
         certain: list[int] = []
         if scheduler.quirks.finishes_before_report:
@@ -150,7 +150,7 @@ class OutputProcessor:
             self._scheduler.kv.free(request)
         if request.status is RequestStatus.WAITING_FOR_LOAD:
             request.rewind(0)
-            self._scheduler.resume(request)
+            self._scheduler.queues.resume(request)
 
     def _loaded(self, request: Request, load: Load) -> None:
         scheduler = self._scheduler
@@ -158,7 +158,7 @@ class OutputProcessor:
         if load.asynchronous:
             request.rewind(load.start + load.num_tokens)
             scheduler.kv.publish(request, request.num_computed_tokens)
-            scheduler.resume(request)
+            scheduler.queues.resume(request)
         request.note_hit(load.start, load.start + load.num_tokens)
         request.num_inflight_external_tokens = 0
 
@@ -190,7 +190,7 @@ class OutputProcessor:
             if reads_all and not (quirks.truncates_at_failure or load.spans_update):
                 request.loaded_ahead = [run for run in arrived if run[0] > request.num_computed_tokens]
             scheduler.kv.publish(request, request.num_computed_tokens)
-        scheduler.resume(request)
+        scheduler.queues.resume(request)
 
     def _unlist(self, request: Request) -> None:
         """Remove the request from the running queue and the ranks; what was computed on top of the load is void."""

@@ -141,5 +141,25 @@ class Request:
         self.num_inflight_external_tokens = 0
         self.loaded_ahead = []
 
+    def up_to_loaded(self, tokens: int) -> tuple[int, int]:
+        """Skip ranges that arrived after a failed one once that is computed; until then never compute them.
+
+        Returns which part of the next `tokens` is to be computed, and the number of tokens skipped.
+        """
+        start = self.num_scheduled_tokens
+        skipped = 0
+        while self.loaded_ahead and self.loaded_ahead[0][0] <= start:
+            if self.num_computed_tokens < start:
+                return 0, skipped  # the failed range is being computed
+            end = min(self.loaded_ahead.pop(0)[1], len(self.token_ids) - 1)
+            if end > start:
+                skipped += end - start
+                self.note_hit(start, end)
+                start = self.num_scheduled_tokens = self.num_computed_tokens = end
+        tokens -= skipped
+        if self.loaded_ahead:
+            tokens = min(tokens, self.loaded_ahead[0][0] - start)
+        return tokens, skipped
+
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.status}, {self.num_computed_tokens}/{len(self.token_ids)} computed)"

@@ -6,17 +6,16 @@ results; `quirks.py` lists how an engine may differ from the contract.
 
 from __future__ import annotations
 
-from bisect import insort
-from itertools import count
-
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit
-from kvpact.errors import ConfigError, PactViolation
+from kvpact.errors import ConfigError
 from kvpact_testkit.engine.admission import Admission, Load, obstacle, rewritten, too_many_adapters
+from kvpact_testkit.engine.commits import Commits
 from kvpact_testkit.engine.config import EngineConfig
 from kvpact_testkit.engine.counts import EngineCounts
 from kvpact_testkit.engine.kv_cache import KVCacheManager, LocalHit
 from kvpact_testkit.engine.open_matches import OpenMatches
 from kvpact_testkit.engine.output import SchedulerOutput
+from kvpact_testkit.engine.queues import Queues
 from kvpact_testkit.engine.quirks import EngineQuirks
 from kvpact_testkit.engine.request import Request, RequestStatus
 
@@ -37,16 +36,13 @@ class Scheduler:
         self.spared_tokens = 0
         """Tokens that were scheduled since the last `schedule` and not computed, as workers supplied them."""
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
-        """Sorted by `_rank`: by arrival, with policy "priority" by priority first."""
-        self.loads: dict[str, Load] = {}
-        """Committed matches that are not settled yet, including those of ended requests."""
-        self.matches = OpenMatches(cache, counts, lambda: self.quirks.silent_aborts)
-        self.late_commits: list[tuple[Request, ExternalKVMatch, Load]] = []
-        self._arrivals = count()
+        self.queues = Queues(by_priority=config.policy == "priority")
+        self.running = self.queues.running
+        self.waiting = self.queues.waiting
+        self.matches = OpenMatches(cache, counts, self.kv, is_silent=quirks.silent_aborts)
+        self.commits = Commits(cache, quirks, counts, self.matches, shortens=self.kv.reads_all)
+        self.loads = self.commits.loads
         self._released_rows: list[int] = []
-        self._by_priority = config.policy == "priority"
         self._aligns = self.kv.has_states and config.chunked_prefill
         self._encoder_budget = 0
 
@@ -64,9 +60,8 @@ class Scheduler:
             )
         if request.request_id in self.requests or request.request_id in self.loads:
             raise ConfigError(f"request id {request.request_id} is still in use")
-        request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
-        self._enqueue(request)
+        self.queues.add(request)
         if self.cache is not None:
             self.cache.on_new_request(request)
 
@@ -81,18 +76,15 @@ class Scheduler:
 
     def end(self, request: Request, status: RequestStatus) -> None:
         """Remove the request from its queue and free its blocks, unless a load still writes to them."""
+        self.queues.remove(request)
         was, request.status = request.status, status
-        if was is RequestStatus.RUNNING:
-            self.running.remove(request)
-        elif was is not RequestStatus.WAITING_FOR_LOAD:
-            self.waiting.remove(request)
         self.release_row(request)
         self.matches.drop(request, ExternalMatchExit.CANCELLED)
         if self.cache is not None:
             self.cache.request_finished(request.request_id)  # which can still see and hold its blocks
         del self.requests[request.request_id]
         request.epoch += 1
-        self._void_load(request)
+        self.commits.void(request)
         if was is RequestStatus.RUNNING or request.request_id not in self.loads:
             self.kv.free(request)
 
@@ -130,17 +122,6 @@ class Scheduler:
         """Whether a further step can have any effect."""
         return bool(self.requests or self.loads)
 
-    def _rank(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self._by_priority else 0, request.arrival)
-
-    def _enqueue(self, request: Request) -> None:
-        insort(self.waiting, request, key=self._rank)
-
-    def resume(self, request: Request) -> None:
-        """Put the request back into the queue; it keeps its blocks."""
-        request.status = RequestStatus.WAITING
-        self._enqueue(request)
-
     def release_row(self, request: Request) -> None:
         """Release the request's row on the ranks with the next step."""
         if request.row >= 0:
@@ -149,21 +130,12 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Free a running request's blocks; it restarts from its first token. The caller removes it from `running`."""
-        self._void_load(request)
+        self.commits.void(request)
         request.rewind(0)
         self.release_row(request)
         self.kv.free(request)
-        request.status = RequestStatus.PREEMPTED
-        self._enqueue(request)
+        self.queues.resume(request, RequestStatus.PREEMPTED)
         self.counts.preemptions += 1
-
-    def _void_load(self, request: Request) -> None:
-        load = self.loads.get(request.request_id)
-        if load is not None:
-            load.void = True
-            if self.quirks.trusts_sync_loads and not load.asynchronous:
-                del self.loads[request.request_id]
-                request.note_hit(load.start, load.start + load.num_tokens)  # counts as computed, and was not
 
     # One step
 
@@ -201,7 +173,8 @@ class Scheduler:
             start = request.num_scheduled_tokens
             tokens = request.num_expected_tokens - start
             if request.loaded_ahead:
-                tokens = self._up_to_loaded(request, tokens)
+                tokens, skipped = request.up_to_loaded(tokens)
+                self.counts.external_hits += skipped
                 start = request.num_scheduled_tokens
             if tokens > budget:
                 tokens = budget
@@ -228,27 +201,11 @@ class Scheduler:
             index += 1
         return budget
 
-    def _up_to_loaded(self, request: Request, tokens: int) -> int:
-        """Skip ranges that arrived after a failed one once that is computed; until then never compute them."""
-        start = request.num_scheduled_tokens
-        while request.loaded_ahead and request.loaded_ahead[0][0] <= start:
-            if request.num_computed_tokens < start:
-                return 0  # the failed range is being computed
-            end = min(request.loaded_ahead.pop(0)[1], len(request.token_ids) - 1)
-            if end > start:
-                self.counts.external_hits += end - start
-                request.note_hit(start, end)
-                tokens -= end - start
-                start = request.num_scheduled_tokens = request.num_computed_tokens = end
-        if request.loaded_ahead:
-            tokens = min(tokens, request.loaded_ahead[0][0] - start)
-        return tokens
-
     def _make_room(self, request: Request, num_tokens: int, output: SchedulerOutput) -> int:
         """Grow the request, preempting the least important running requests, possibly itself; returns budget freed."""
         given_back = 0
         while (new := self.kv.grow(request, request.num_scheduled_tokens, num_tokens)) is None:
-            victim = max(self.running, key=self._rank) if self._by_priority else self.running[-1]
+            victim = self.queues.least_important()
             if victim is request and self._reclaim(request):
                 continue
             self.running.remove(victim)
@@ -282,14 +239,10 @@ class Scheduler:
 
     def _gate(self, request: Request) -> ExternalMatchExit | None:
         """Why the request is passed over without a look at its prefix."""
-        if request.ready_step > self.step or self._is_still_loading(request):
+        if request.ready_step > self.step or self.commits.is_loading(request):
             return ExternalMatchExit.BLOCKED
         too_many = too_many_adapters(self.running, self.config.max_adapters, request)
         return ExternalMatchExit.LORA_LIMIT if too_many else None
-
-    def _is_still_loading(self, request: Request) -> bool:
-        """Whether a preempted request waits for its load's settlement: a request has one plan at a time."""
-        return request.request_id in self.loads and not self.quirks.trusts_sync_loads
 
     # One admission, from the match to the commit
 
@@ -323,7 +276,7 @@ class Scheduler:
         if new is None:
             return self._decline(request, match, ExternalMatchExit.NO_BLOCKS, Admission.BLOCKED)
         self._encoder_budget -= request.encoder_tokens
-        taken = self._commit(request, match, local, external, asynchronous)
+        taken = self.commits.commit(match, Load(request, local, external, asynchronous))
         if taken < external and not asynchronous:
             tokens = self._part(local + taken, known, budget)
         request.num_computed_tokens = local
@@ -356,7 +309,8 @@ class Scheduler:
     def _admit_loaded(self, request: Request, output: SchedulerOutput, budget: int) -> Admission:
         tokens = len(request.token_ids) - request.num_scheduled_tokens
         if request.loaded_ahead:
-            tokens = self._up_to_loaded(request, tokens)
+            tokens, skipped = request.up_to_loaded(tokens)
+            self.counts.external_hits += skipped
         if not self.config.chunked_prefill and tokens > budget:
             return Admission.BLOCKED
         start = request.num_scheduled_tokens
@@ -386,16 +340,7 @@ class Scheduler:
     def _probe(self, request: Request, local: int) -> ExternalKVMatch | None:
         if not (request.may_load or self.quirks.probes_unwilling_requests):
             return ExternalKVMatch(0)
-        match = self.matches.prepare(request, local)
-        if match is not None:
-            room = len(request.token_ids) - 1 - local
-            whole = self.kv.reads_all or (local + match.num_tokens) % self.kv.group_set.alignment == 0
-            if not 0 <= match.num_tokens <= room or (match.num_tokens and not whole):
-                raise PactViolation(
-                    f"P6: request {request.request_id} of {len(request.token_ids)} tokens, {local} of them computed, "
-                    f"was promised {match.num_tokens} more; at most {room} leave one to compute"
-                )
-        return match
+        return self.matches.prepare(request, local)
 
     def _allocate(self, request: Request, hit: LocalHit, end: int, external: int) -> list[int] | None:
         keep_free = self.quirks.keeps_free_blocks if self.running else 0
@@ -409,59 +354,20 @@ class Scheduler:
 
     def _reclaim(self, wanting: Request) -> bool:
         """If no other request runs, free the loaded blocks of a queued request, so that no request waits forever."""
-        if any(request is not wanting for request in self.running):
+        holder = self.queues.last_holder(wanting)
+        if holder is None:
             return False
-        for holder in reversed(self.waiting):
-            if holder is not wanting and holder.block_ids:
-                self.kv.free(holder)
-                holder.rewind(0)
-                return True
-        return False
-
-    def _commit(self, request: Request, match: ExternalKVMatch, local: int, external: int, asynchronous: bool) -> int:
-        """Commit `external` tokens of the match; returns how many tokens the cache will load."""
-        if self.cache is None or match.num_tokens == 0:
-            return 0
-        if external == 0 and not self.quirks.commits_zero:
-            self.matches.drop(request, ExternalMatchExit.DECLINED)
-            return 0
-        load = Load(request, local, external, asynchronous)
-        if asynchronous and self.quirks.commits_async_late:
-            self.late_commits.append((request, match, load))
-            self.loads[request.request_id] = load
-            return external
-        accepted = self.cache.commit_external_match(request, match, external, tuple(request.block_ids[0]))
-        if self.quirks.ignores_commit_answer:
-            accepted = external
-        elif not 0 <= accepted <= external or (accepted not in (0, external) and not self.kv.reads_all):
-            raise PactViolation(
-                f"request {request.request_id}: {external} tokens were committed, the cache accepts {accepted}"
-            )
-        if not accepted and external:
-            self.matches.drop(request, ExternalMatchExit.REFUSED)
-        self.matches.committed(request)
-        if accepted:
-            load.num_tokens = accepted
-            self.loads[request.request_id] = load
-            self.counts.commits += 1
-            self.counts.committed += accepted
-        return accepted
+        self.kv.free(holder)
+        holder.rewind(0)
+        return True
 
     def commit_late(self) -> None:
-        """Make the asynchronous commits that were delayed until the step's results are applied."""
-        late, self.late_commits = self.late_commits, []
-        for request, match, load in late:
-            if load.void or self.cache is None:
-                del self.loads[request.request_id]
-                self.kv.free(request)
-                if not request.has_ended:
-                    request.rewind(0)
-                    self.resume(request)
-                continue
-            self.matches.committed(request)
-            self.cache.commit_external_match(request, match, load.num_tokens, tuple(request.block_ids[0]))
-            self.counts.commits += 1
-            self.counts.committed += load.num_tokens
+        """Make the delayed commits; a request whose load has become void waits anew."""
+        for request in self.commits.commit_late():
+            self.kv.free(request)
+            if not request.has_ended:
+                request.rewind(0)
+                self.queues.resume(request)
 
     def _decline(
         self, request: Request, match: ExternalKVMatch, reason: ExternalMatchExit, verdict: Admission

@@ -13,7 +13,8 @@ from unittest import mock
 
 from kvpact.identity.keys import BlockKey
 from kvpact.tiers.base import HEADER_BYTES, Tier
-from kvpact.tiers.disk.slab import PAGE_BYTES, Slab, Superblock
+from kvpact.tiers.disk.slab import Slab
+from kvpact.tiers.disk.superblock import PAGE_BYTES, Superblock
 from kvpact.tiers.disk.tier import DiskTier
 from kvpact_testkit.faults import Faults
 from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance

@@ -37,7 +37,7 @@ def new_writer() -> str:
 
 
 def died_here(writer: str) -> bool:
-    """Whether a writer's process ran on this host and is dead."""
+    """True if a writer's process ran on this host and is dead."""
     match = _WRITER.match(writer)
     return match is not None and match["host"] == host() and not Path(f"/proc/{match['pid']}").exists()
 
@@ -74,7 +74,7 @@ class EvictorLock:
         return False
 
     def _owner_is_dead(self) -> bool:
-        """Whether it died on this host, or did not renew its lock for `LEASE_SECONDS` of this host's clock."""
+        """True if it died on this host, or did not renew its lock for `LEASE_SECONDS` of this host's clock."""
         status = files.status(self._path)
         if status is None:
             return False
@@ -82,7 +82,8 @@ class EvictorLock:
             return True
         seen = (status.st_ino, status.st_mtime_ns)
         if seen != self._watched:
-            self._watched, self._watched_since = seen, time.monotonic()
+            self._watched = seen
+            self._watched_since = time.monotonic()
         return time.monotonic() - self._watched_since > LEASE_SECONDS
 
     def renew(self) -> None:

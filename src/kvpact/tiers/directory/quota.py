@@ -1,4 +1,4 @@
-"""How many bytes all writers of a shared directory may keep there together: the ledger, and eviction.
+"""Bytes that all writers of a shared directory may keep there together: the ledger, and eviction.
 
 Owns the writers' counters, the last snapshot of usage, and the evictor that any writer may become. Never locks a
 record, and waits for another writer for at most `EVICTOR_TIMEOUT_SECONDS`.
@@ -60,7 +60,7 @@ class UsageSnapshot(msgspec.Struct, frozen=True):
     settled: dict[str, _Count]
     """Writer -> its settled bytes before the evictor looked, which the evictor may have seen."""
     life_seconds: Annotated[float, msgspec.Meta(ge=0)]
-    """How long the record that was evicted last had not been used; a lower bound of how long records live."""
+    """Seconds since the last use of the record that was evicted last; a lower bound of the life of records."""
 
 
 class Quota:
@@ -78,7 +78,7 @@ class Quota:
         self.touch_seconds = TOUCH_SECONDS
         """A used record gets a new time at most once in this many seconds."""
         self.unremovable = Unremovable(logger, "dir tier")
-        """What the last eviction could not remove."""
+        """Files that the last eviction could not remove."""
         self._root = root
         self._access = access
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class Quota:
         return -(-nbytes // self._block_bytes) * self._block_bytes
 
     def make_room(self, nbytes: int) -> int:
-        """See `RecordStore`: what is there now is as good as the capacity."""
+        """Evict for a write that did not fit, as if the present usage were the capacity."""
         for _ in range(2):  # the first look may find less there than the ledger says
             limit = min(self.capacity_bytes, self.used_bytes())  # with those `nbytes`, which were not written
             if freed := self._evict(max(1, 2 * nbytes), self.clock.now(), limit):
@@ -128,7 +128,8 @@ class Quota:
     def reserve(self, sizes: Sequence[int], time_ns: int) -> int:
         """Reserve room for as many leading records as fit; returns their number."""
         deadline = time.monotonic() + EVICTOR_TIMEOUT_SECONDS
-        granted, hopeless = len(sizes), False
+        granted = len(sizes)
+        hopeless = False
         while granted:
             wanted = sum(sizes[:granted])
             room = self.try_reserve(wanted)
@@ -202,7 +203,7 @@ class Quota:
         return found.used_bytes + _since(counted, found.settled)
 
     def _fold_dead_writers(self) -> None:
-        """Count what dead writers have reserved as used, and remove their counters.
+        """Count reservations of dead writers as used, and remove their counters.
 
         Does nothing while a writer evicts; the next writer that opens the directory does it. After a kill at any moment
         or a power cut each byte is still counted at least once.
@@ -211,7 +212,8 @@ class Quota:
         if not dead or not self.lock.acquire():
             return
         try:
-            counted, known = self.counted(), self.snapshot()
+            counted = self.counted()
+            known = self.snapshot()
             if known is not None:
                 folded = {path.name: counted[path.name] for path in dead if path.name in counted}
                 used = known.used_bytes + _since(folded, known.settled)

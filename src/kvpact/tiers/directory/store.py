@@ -46,7 +46,7 @@ _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 class DirectoryStore(RecordStore):
-    """See `RecordStore`. Records are files `<group>/<first 2 digits>/<digits>` in our folder, visible once complete.
+    """Records as files `<group>/<first 2 digits>/<digits>` in our folder, visible once complete.
 
     **Bound.** Before it writes, a writer reserves the bytes in its own counter and then reads all others'; it writes
     only if everything that was found, written since or reserved fits. So `capacity_bytes` is never exceeded, temporary
@@ -95,7 +95,7 @@ class DirectoryStore(RecordStore):
     # Records
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """See `RecordStore`. Each that is there counts as used, a little before the one that is named before it."""
+        """True for each record that is there, which counts as used, a little before the one that is named before it."""
         found: list[bool] = []
         latest: int | None = None
         with self._reported("read"):
@@ -142,7 +142,7 @@ class DirectoryStore(RecordStore):
             why = self.quota.unremovable.tell() or "give it a larger capacity"
             raise StoreError(
                 f"{self.place} has no room for {len(names) - granted} of {len(names)} records: its "
-                f"{self.quota.capacity_bytes} bytes hold what was used later; {why}"
+                f"{self.quota.capacity_bytes} bytes hold more recently used records; {why}"
             )
 
     def make_room(self, nbytes: int) -> int:

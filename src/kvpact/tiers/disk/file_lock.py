@@ -34,7 +34,7 @@ def unlock_file(descriptor: int) -> None:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Whether a process holds the exclusive lock on an open file, for tools.
+    """True if a process holds the exclusive lock on an open file, for tools.
 
     Takes a shared lock and releases it at once: a process that wants the exclusive one at that moment must try again.
     """

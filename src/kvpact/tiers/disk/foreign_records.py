@@ -1,4 +1,4 @@
-"""What this engine knows of the records in a slab that another engine writes, for millions of them, in arrays.
+"""Snapshot of the records in a slab that another engine writes, for millions of them, in arrays.
 
 Owns which slot has which block, and which blocks must not be served. Reads no file: it is given the header table piece
 by piece, and says what is new in it.
@@ -17,8 +17,9 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import KEY_BYTES, BlockKey
 from kvpact.index.key_table import MAX_ROWS, NONE, KeyTable, Names, RowArray
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.disk.slab import Superblock, digest_table
-from kvpact.tiers.record import FIELDS, sound_in_slab
+from kvpact.tiers.disk.slab import digest_table
+from kvpact.tiers.disk.superblock import Superblock
+from kvpact.tiers.record import FIELDS, valid_in_slab
 
 _NOTHING: Final = 0
 """The slot has no record, or none that can be used."""
@@ -74,18 +75,21 @@ class ForeignRecords:
 
     def run(self, keys: Sequence[BlockKey], start: int) -> int:
         """Number of blocks in a row from `start` that are known. 0.1 us for each."""
-        table, at, count = self._table, start, _FIRST_RUN
+        table = self._table
+        at = start
+        count = _FIRST_RUN
         if start >= len(keys) or table.find(keys[start]) == NONE:
             return 0
         while at < len(keys):
             rows = table.find_each(table.names(keys[at : at + count]))
             if (unknown := rows < 0).any():
                 return at + int(unknown.argmax()) - start
-            at, count = at + len(rows), 4 * count
+            at += len(rows)
+            count *= 4
         return len(keys) - start
 
     def lookup(self, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
-        """Which blocks are known."""
+        """True for each block that is known."""
         return self._table.find_each(self._table.names(keys)) >= 0
 
     def find(self, keys: Sequence[BlockKey]) -> list[ForeignRecord | None]:
@@ -133,7 +137,7 @@ class ForeignRecords:
         self._table = table  # last: its rows are looked up in the others
 
     def learn(self, first: int, table: bytearray) -> None:
-        """Note what has changed in the headers of neighbouring slots from `first` on.
+        """Record changes in the headers of neighbouring slots from `first` on.
 
         One that is being written at this moment, or is damaged, is no record, and looked at again the next time.
         """
@@ -141,26 +145,30 @@ class ForeignRecords:
         changed = np.flatnonzero(headers["checksum"] != self._checksums[first : first + len(headers)])
         if not len(changed):
             return
-        headers, slots = headers[changed], changed + first
+        headers = headers[changed]
+        slots = changed + first
         block = self._superblock
-        sound = sound_in_slab(headers, block.namespace.digest, block.slot_bytes, slots, block.refuted)
-        unsound = np.flatnonzero(~sound)
-        is_empty = ~headers[unsound].view(np.uint64).reshape(-1, HEADER_BYTES // 8).any(axis=1)
-        empty = slots[unsound[is_empty]]
+        valid = valid_in_slab(headers, block.namespace.digest, block.slot_bytes, slots, block.refuted)
+        invalid = np.flatnonzero(~valid)
+        is_empty = ~headers[invalid].view(np.uint64).reshape(-1, HEADER_BYTES // 8).any(axis=1)
+        empty = slots[invalid[is_empty]]
         with self._lock:
             self._forget(slots)
             self._state[empty] = _NOTHING
             self._checksums[empty] = 0
-            self._note(headers[sound], slots[sound])
+            self._note(headers[valid], slots[valid])
 
     def _note(self, headers: np.ndarray, slots: RowArray) -> None:
-        """Enter sound records into slots of which nothing is known; the lock is held."""
+        """Enter valid records into slots of which nothing is known; the lock is held."""
         self._checksums[slots] = headers["checksum"]
         if (same := self._still_refused(headers, slots)).any():
-            headers, slots = headers[~same], slots[~same]
+            headers = headers[~same]
+            slots = slots[~same]
         keys = np.ascontiguousarray(headers["key"])
         if not (last := _last_of_each(keys)).all():
-            headers, slots, keys = headers[last], slots[last], keys[last]
+            headers = headers[last]
+            slots = slots[last]
+            keys = keys[last]
         elsewhere = self._table.find_each(keys)
         self._forget(elsewhere[elsewhere >= 0])
         self._parents[slots] = headers["parent"]
@@ -171,7 +179,7 @@ class ForeignRecords:
         self._state[slots] = _KNOWN
 
     def _still_refused(self, headers: np.ndarray, slots: RowArray) -> NDArray[np.bool_]:
-        """Which headers are of a record that is refused, and only the time of its last use has changed."""
+        """True for each header of a refused record of which only the time of its last use has changed."""
         same: NDArray[np.bool_] = self._state[slots] == _REFUSED
         if same.any():
             for name, known in (("digest", self._digests), ("written", self._written), ("length", self._lengths)):
@@ -180,7 +188,7 @@ class ForeignRecords:
         return same
 
     def _forget(self, slots: RowArray) -> None:
-        """Take what is known of slots away; the lock is held."""
+        """Forget the records of slots; the lock is held."""
         known = slots[self._state[slots] == _KNOWN]
         self._table.remove_each(known.tolist())
         self._state[known] = _NOTHING
@@ -210,7 +218,7 @@ class ForeignRecords:
             if not is_doomed.any():
                 return 0
             before = self._rows_before()
-            for _ in range(len(before).bit_length()):  # a circle, which no sound chain has, never ends
+            for _ in range(len(before).bit_length()):  # a circle, which no valid chain has, never ends
                 if not (before >= 0).any():
                     break
                 is_doomed |= is_doomed[before]
@@ -221,7 +229,8 @@ class ForeignRecords:
 
     def _children_of(self, keys: Sequence[BlockKey]) -> RowArray:
         """The rows of known blocks that come next after these."""
-        sought, found = set(keys), list[int]()
+        sought = set(keys)
+        found = list[int]()
         firsts = np.sort(self._table.names(keys)[:, 0])
         for first in range(0, len(self._state), PART):
             words = self._parents[first : first + PART, 0]
@@ -255,7 +264,7 @@ class ForeignRecords:
 
 
 def _last_of_each(keys: Names) -> NDArray[np.bool_]:
-    """Which keys do not come again later. In a sound slab that is all."""
+    """Index of each key's last occurrence. In a valid slab that is all."""
     words = np.sort(keys[:, 0])
     last = np.ones(len(keys), np.bool_)
     if (words[1:] == words[:-1]).any():

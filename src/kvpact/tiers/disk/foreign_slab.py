@@ -21,8 +21,9 @@ from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordError
 from kvpact.tiers.disk.foreign_records import ForeignRecord, ForeignRecords
 from kvpact.tiers.disk.header_table import pieces_of
 from kvpact.tiers.disk.reading import GONE, Reading
-from kvpact.tiers.disk.slab import SlabReader, Superblock
+from kvpact.tiers.disk.slab import SlabReader
 from kvpact.tiers.disk.slab_opening import require_ours
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.record import bytes_of
 from kvpact.tiers.use_count import UseCount
 
@@ -44,7 +45,7 @@ class ForeignSlab:
         self._reader = reader
         self._uses = UseCount(reader.close)
         self.records = records
-        """What is known of the slab's records."""
+        """Snapshot of the slab's records."""
         self._scanned_at = (-1, -1)
         """The file's time of change and size at the last scan, if no change can have been missed."""
 
@@ -99,7 +100,7 @@ class ForeignSlab:
     # Reading
 
     def get(self, reading: Reading) -> None:
-        """Read what the slab has of the blocks that are missing, and verify it."""
+        """Read those of the missing blocks that the slab has, and verify them."""
         missing = reading.missing()
         found = self.records.find([reading.keys[number] for number in missing])
         wanted = {
@@ -110,7 +111,8 @@ class ForeignSlab:
         with self._uses.one() as running:
             if running and wanted:
                 in_slot = {record.slot: record for record in wanted.values()}
-                records, digests = list(wanted.values()), [record.digest for record in wanted.values()]
+                records = list(wanted.values())
+                digests = [record.digest for record in wanted.values()]
                 unusable = reading.run(list(wanted), list(in_slot), digests, partial(self._read, in_slot))
                 for index, reason in unusable.items():
                     self._end_unusable(records[index], reason)
@@ -118,7 +120,7 @@ class ForeignSlab:
     def _read(
         self, in_slot: Mapping[int, ForeignRecord], slots: Sequence[int], buffers: Sequence[BlockBuffer]
     ) -> list[bool]:
-        """See `ReadSlots`: a block that was evicted or deleted before the end of the read is not there."""
+        """Read slots, as a `ReadSlots`: a block that was evicted or deleted before the end of the read is not there."""
         there: list[bool] = []
         with self._accounts.contained("read", f"cannot read {self.path}"):
             count = self._reader.read_payloads(slots, buffers)

@@ -16,8 +16,8 @@ from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.disk.foreign_slab import ForeignSlab
 from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.reading import Reading
-from kvpact.tiers.disk.slab import refuted_in
 from kvpact.tiers.disk.slab_directory import SlabDirectory
+from kvpact.tiers.disk.superblock import refuted_in
 
 
 class ForeignSlabs:
@@ -31,15 +31,16 @@ class ForeignSlabs:
         self._slabs: tuple[ForeignSlab, ...] = ()
         """Replaced as a whole."""
         self._refuted: frozenset[bytes] = frozenset()
-        """The runs whose records are not served."""
+        """Runs whose records are not served."""
 
     def look(self, own: OwnSlab | None, stopped: Callable[[], bool]) -> None:
-        """Open what is new, close what is gone, and learn which records have changed; ends early if `stopped`.
+        """Open new slabs, close those that are gone, and read changed records; ends early if `stopped`.
 
         All are opened anew when an engine has said that what it wrote is wrong.
         """
         self._accounts.note_works("look")
-        refuted, before = refuted_in(self._directory.path), self._refuted
+        refuted = refuted_in(self._directory.path)
+        before = self._refuted
         self._refuted = refuted
         there = {
             path for path in self._directory.slabs_of(self._namespace).values() if own is None or path != own.slab.path
@@ -47,7 +48,8 @@ class ForeignSlabs:
         same = self._slabs if refuted == before else ()
         kept = [slab for slab in same if slab.path in there and _inode(slab.path) == slab.inode]
         new = [self._open(path) for path in sorted(there - {slab.path for slab in kept})]
-        gone, self._slabs = self._slabs, (*kept, *(slab for slab in new if slab is not None))
+        gone = self._slabs
+        self._slabs = (*kept, *(slab for slab in new if slab is not None))
         for slab in gone:
             if slab not in kept:
                 slab.close()
@@ -69,7 +71,7 @@ class ForeignSlabs:
         return max((slab.records.run(keys, start) for slab in self._slabs), default=0)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which blocks a slab has. Never waits."""
+        """True for each block that a slab has. Never waits."""
         found = np.zeros(len(keys), np.bool_)
         for slab in self._slabs:
             found |= slab.records.lookup(keys)
@@ -77,28 +79,29 @@ class ForeignSlabs:
         return held
 
     def get(self, reading: Reading) -> None:
-        """Read what the slabs have of the blocks that are missing."""
+        """Read those of the missing blocks that the slabs have."""
         for slab in self._slabs:
             slab.get(reading)
 
     def refuse(self, keys: Iterable[BlockKey]) -> int:
-        """See `ForeignRecords.refuse_after`."""
+        """Refuse these blocks, and all after them, in every slab; returns the number of records refused."""
         doomed = list(keys)
         return sum([slab.records.refuse_after(doomed) for slab in self._slabs])
 
     def refuse_all(self) -> None:
-        """See `ForeignRecords`."""
+        """Refuse all records known now, in every slab."""
         for slab in self._slabs:
             slab.records.refuse_all()
 
     def check(self) -> None:
-        """See `ForeignRecords`."""
+        """Verify what is known of every slab, for tests. Raises PactViolation."""
         for slab in self._slabs:
             slab.records.check()
 
     def close(self) -> None:
         """Close all; reads under way end first."""
-        before, self._slabs = self._slabs, ()
+        before = self._slabs
+        self._slabs = ()
         for slab in before:
             slab.close()
 

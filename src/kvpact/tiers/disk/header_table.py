@@ -1,6 +1,6 @@
 """The header table of a slab, read piece by piece and judged many headers at a time.
 
-Owns the way through the table. What makes a header sound says `record.py`; what becomes of a record, its caller.
+Owns the way through the table. What makes a header valid says `record.py`; what becomes of a record, its caller.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpact.tiers.base import HEADER_BYTES
-from kvpact.tiers.disk.slab import SlabReader, Superblock
-from kvpact.tiers.record import FIELDS, sound_in_slab
+from kvpact.tiers.disk.slab import SlabReader
+from kvpact.tiers.disk.superblock import Superblock
+from kvpact.tiers.record import FIELDS, valid_in_slab
 
 PIECE_SLOTS: Final = 1 << 12
 """Headers that are read and judged at once: 1 MiB, 2 ms of CPU time."""
@@ -35,10 +36,10 @@ def pieces_of(slab: SlabReader, start: int = 0) -> Iterator[tuple[int, bytearray
 
 
 def judged(superblock: Superblock, first: int, table: bytearray) -> tuple[np.ndarray, NDArray[np.bool_]]:
-    """The headers of neighbouring slots from `first` on, as an array of `FIELDS`, and which of them are sound."""
+    """The headers of neighbouring slots from `first` on, as an array of `FIELDS`, and which of them are valid."""
     headers = np.frombuffer(table, FIELDS)
     slots = np.arange(first, first + len(headers))
-    return headers, sound_in_slab(
+    return headers, valid_in_slab(
         headers, superblock.namespace.digest, superblock.slot_bytes, slots, superblock.refuted
     )
 

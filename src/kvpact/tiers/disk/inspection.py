@@ -1,4 +1,4 @@
-"""What a directory of slabs holds and whether it is sound: for tools and people, beside a running engine.
+"""Content and damage of a directory of slabs: for tools and people, beside a running engine.
 
 Owns reports. Never writes and never waits for a lock, so an engine may use the directory meanwhile.
 """
@@ -19,8 +19,9 @@ from kvpact.errors import TierError
 from kvpact.own_files import OwnFolder, closing, open_own
 from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, is_empty_header
 from kvpact.tiers.disk.header_table import occupied, pieces_of
-from kvpact.tiers.disk.slab import PAGE_BYTES, SlabReader, Superblock, refuted_in
+from kvpact.tiers.disk.slab import SlabReader
 from kvpact.tiers.disk.slab_directory import Neighbour, SlabDirectory, look_at, model_beside
+from kvpact.tiers.disk.superblock import PAGE_BYTES, Superblock, refuted_in
 from kvpact.tiers.record import GROUP_BYTES
 
 
@@ -62,7 +63,7 @@ class DamagedRecord:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What reading every record of a slab found.
+    """Findings of a read of every record of a slab.
 
     `records` have a header, `sound` ones are good in full, every read refuses `damaged` ones, so they are never served.
     `orphans` are sound records without the block before them: no lookup reaches them. An engine rewrote `changed` ones
@@ -138,11 +139,14 @@ def _read_record(descriptor: int, superblock: Superblock, slot: int) -> RecordHe
     raw = _raw_header(descriptor, slot)
     if is_empty_header(raw):
         return None
-    key, torn, reason = "", False, ""
+    key = ""
+    torn = False
     try:
         header = superblock.header(slot, raw)
-        key, torn = header.key.hex(), True
-        at, there = superblock.file_bytes(slot), os.fstat(descriptor).st_size
+        key = header.key.hex()
+        torn = True
+        at = superblock.file_bytes(slot)
+        there = os.fstat(descriptor).st_size
         if at + header.length <= there and _digest(descriptor, at, header.length) == header.digest:
             return header
         ends = at + header.length > there
@@ -167,7 +171,7 @@ def _orphans(parents: Mapping[bytes, bytes]) -> int:
 
 def _summary(item: Neighbour) -> SlabSummary | None:
     """None if the slab is gone by now."""
-    path, in_use, file_bytes = item.path, item.in_use, item.file_bytes
+    path = item.path
     headers: list[RecordHeader] = []
     try:
         with closing(open_own(path, os.O_RDONLY)) as descriptor:
@@ -178,8 +182,10 @@ def _summary(item: Neighbour) -> SlabSummary | None:
     except FileNotFoundError:
         return None
     except TierError as error:
-        return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, file_bytes, 0.0, 0.0, 0 if in_use else None, str(error))
-    now, written = time.time(), [header.written for header in headers]
+        pid = 0 if item.in_use else None
+        return SlabSummary(path, path.stem, {}, 0, 0, 0, 0, item.file_bytes, 0.0, 0.0, pid, str(error))
+    now = time.time()
+    written = [header.written for header in headers]
     return SlabSummary(
         path=path,
         namespace=superblock.namespace.name,
@@ -188,10 +194,10 @@ def _summary(item: Neighbour) -> SlabSummary | None:
         slots=superblock.slots_in(superblock.claim_bytes),
         blocks=len(written),
         payload_bytes=sum(header.length for header in headers),
-        file_bytes=file_bytes,
+        file_bytes=item.file_bytes,
         oldest_age=max(0.0, now - min(written, default=now)),
         newest_age=max(0.0, now - max(written, default=now)),
-        in_use_by=superblock.pid if in_use else None,
+        in_use_by=superblock.pid if item.in_use else None,
     )
 
 

@@ -16,15 +16,16 @@ import numpy as np
 
 from kvpact.errors import TierError
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import Pin, State
+from kvpact.index.block_index import Pin, SlotState
 from kvpact.index.key_table import NONE, RowArray
 from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import BlockBuffer, Entry, RecordHeader, payload_digest
 from kvpact.tiers.disk.reading import Reading
-from kvpact.tiers.disk.slab import Slab, refute_in
+from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import SlabDirectory
 from kvpact.tiers.disk.slab_size import SlabSize
+from kvpact.tiers.disk.superblock import refute_in
 from kvpact.tiers.disk.two_threads import on_two_threads
 from kvpact.tiers.record import bytes_of, groups_of, new_run
 
@@ -51,22 +52,25 @@ class OwnSlab:
         self._namespace = slab.superblock.namespace.digest
         self._accounts = accounts
         self.content = SlabContent(slab, max(1, slab.superblock.slots_in(directory.capacity_bytes)), accounts)
-        self._lock, self._index = self.content.lock, self.content.index
-        late, pieces = time.monotonic() + FIRST_READ_S, count()
+        self._lock = self.content.lock
+        self._index = self.content.index
+        late = time.monotonic() + FIRST_READ_S
+        pieces = count()
         self.content.read_on(lambda: next(pieces) > FIRST_PIECES and time.monotonic() > late)
         self.size = SlabSize(self.content, directory)
-        """How many slots it has and may have."""
+        """Number of slots that it has, and may have."""
 
     # Reads
 
     def get(self, reading: Reading) -> None:
-        """Read what the slab has of the blocks that are missing, and verify it."""
+        """Read those of the missing blocks that the slab has, and verify them."""
         numbers = reading.missing()
         sizes = np.fromiter((bytes_of(reading.buffers[number]) for number in numbers), np.int64, len(numbers))
         with self._lock:
             slots = self._index.held_slots([reading.keys[number] for number in numbers])
             (fit,) = ((slots >= 0) & (self.content.lengths[slots] == sizes)).nonzero()
-            numbers, slots = [numbers[index] for index in fit.tolist()], slots[fit]
+            numbers = [numbers[index] for index in fit.tolist()]
+            slots = slots[fit]
             digests = self.content.digests[slots].tolist()
             keys = [reading.keys[number] for number in numbers]
             pins = self._use(keys, slots)
@@ -97,7 +101,7 @@ class OwnSlab:
             self._index.unpin(pin)
 
     def _read(self, slots: Sequence[int], buffers: Sequence[BlockBuffer]) -> list[bool]:
-        """See `ReadSlots`: blocks that are kept stay where they are."""
+        """Read slots, as a `ReadSlots`: blocks that are kept stay where they are."""
         count = 0
         with self._accounts.contained("read", f"cannot read {self.slab.path}"):
             count = self.slab.read_payloads(slots, buffers)
@@ -107,7 +111,7 @@ class OwnSlab:
     # Writes
 
     def put(self, entries: Sequence[Entry]) -> None:
-        """Store what is new of these blocks, as far as there is room. Nothing while its header table is read."""
+        """Store the new ones of these blocks, as far as there is room. Nothing while its header table is read."""
         dropped = 0
         for _ in range(2):  # again where the file could not grow, since then others are evicted for these
             if self.content.reading:
@@ -124,7 +128,8 @@ class OwnSlab:
     def _reserve(self, entries: Sequence[Entry]) -> tuple[list[Entry], list[int]]:
         """The blocks that are new and have room, and their slots; the lock is held."""
         runs = self._new_runs(entries)
-        blocks, slots = list[Entry](), list[int]()
+        blocks = list[Entry]()
+        slots = list[int]()
         named = [*(run[0].parent for run in runs), *(entry.key for entry in entries)]
         pins = self._index.pin_each([key for key in reversed(named) if key in self._index])
         self._accounts.count(evicted=self._index.make_room(sum(map(len, runs))))
@@ -139,7 +144,8 @@ class OwnSlab:
 
     def _new_runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         """The unknown blocks whose parents are here or come before them, in runs of which each needs the one before."""
-        runs, coming = list[list[Entry]](), set[BlockKey]()
+        runs = list[list[Entry]]()
+        coming = set[BlockKey]()
         known: list[int] = self._index.find_each([entry.key for entry in entries]).tolist()
         for entry, slot in zip(entries, known, strict=True):
             if slot != NONE:
@@ -205,7 +211,7 @@ class OwnSlab:
         }
         with self.content.header_lock:
             with self._lock:  # a block that was deleted while it was written gets no header
-                wanted = [slot for slot in written if self._index.state(slot) == State.RESERVED]
+                wanted = [slot for slot in written if self._index.state(slot) == SlotState.RESERVED]
             self.slab.write_headers(wanted, [headers[slot].encode() for slot in wanted])
             with self._lock:
                 for slot in written:
@@ -246,7 +252,7 @@ class OwnSlab:
         self.content.require_no_stale_headers()
 
     def refute_run(self) -> None:
-        """See `Tier`. A file beside the slabs says it first: after a kill meanwhile the next opening drops the rest."""
+        """Mark this run invalid by a file, then drop it: after a kill the next opening drops the rest."""
         try:
             refute_in(self._directory.path, self._run, self._directory.access)
         except OSError as error:

@@ -15,10 +15,10 @@ from kvpact.tiers.disk.two_threads import on_two_threads
 from kvpact.tiers.record import groups_of
 
 UNREADABLE: Final = "cannot be read in full"
-"""Why a block is unusable whose bytes did not come."""
+"""Reason of a block whose bytes did not come."""
 
 GONE: Final = "was evicted meanwhile"
-"""Why a block is unusable in whose slot there is another one now."""
+"""Reason of a block in whose slot there is another one now."""
 
 ReadSlots: TypeAlias = Callable[[Sequence[int], Sequence[BlockBuffer]], Sequence[bool]]
 """Fills buffers from slots; says of each that could be read whether its block is still there, and ends with the first
@@ -34,7 +34,7 @@ class Reading:
         self.arrived = [False] * len(keys)
         self._on_progress = on_progress
         self._ended = False
-        """Whether the caller wants no more."""
+        """True once the caller wants no more."""
 
     def missing(self) -> list[int]:
         """The numbers of the blocks that have not arrived; none if the caller wants no more."""
@@ -70,7 +70,7 @@ class Reading:
         return unusable
 
     def _tell(self) -> bool:
-        """Say what has arrived; returns whether the caller wants more."""
+        """Report the blocks that have arrived; returns whether the caller wants more."""
         if not self._ended and self._on_progress is not None:
             self._ended = not self._on_progress(leading(self.arrived))
         return not self._ended

@@ -20,189 +20,29 @@ import ctypes
 import errno
 import mmap
 import os
-import re
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import xxhash
 
-from kvpact.errors import DataError, TierError
-from kvpact.identity.keys import Namespace
-from kvpact.own_files import PRIVATE, UNABLE, Access, lost_from, replace_own, sync_file, sync_folder
-from kvpact.tiers.base import HEADER_BYTES, BlockBuffer, RecordHeader
+from kvpact.own_files import PRIVATE, UNABLE, Access, lost_from, sync_file, sync_folder
+from kvpact.tiers.base import HEADER_BYTES, BlockBuffer
 from kvpact.tiers.disk.file_lock import lock_file
-from kvpact.tiers.record import RUN_BYTES, bytes_of
+from kvpact.tiers.disk.superblock import OWNER_AT, PAGE_BYTES, Superblock
+from kvpact.tiers.record import bytes_of
 from kvpact.tiers.vectored import VectoredCall, completely
-
-PAGE_BYTES = 4096
-"""The alignment of memory, offsets and lengths that O_DIRECT needs on every file system in use."""
-
-SLAB_MAGIC = b"kvpactSL"
-SLAB_FORMAT = 1
-"""Incremented when the layout changes; a slab of another format is not touched."""
 
 SLAB_SUFFIX = ".slab"
 _UNFINISHED_SUFFIX = ".new"
-_REFUTED_SUFFIX = ".refuted"
-
-_TABLE_ROOM = 4
-"""A new table has room for this many times the slots, so that the capacity can grow without loss of blocks. The room is
-a hole in the file, but counts as if it were filled: 1 KiB for each slot, which usually has a MiB."""
-
 _libc = ctypes.CDLL(None, use_errno=True)
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of its fallocate, which Python's has not
-
-_FIXED = struct.Struct("<8sIIQQ32s")
-_CHECKSUM = struct.Struct("<Q")
-_OWNER = struct.Struct("<QQ")
-_OWNER_AT = PAGE_BYTES - _OWNER.size
-_CHECKSUM_AT = _OWNER_AT - _CHECKSUM.size
-
-
-class SuperblockError(TierError, DataError):
-    """The file begins as a slab of this format, but its superblock is damaged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Superblock:
-    """The first page of a slab. `claim_bytes` is the size to which its present or last owner, `pid`, may let it grow.
-
-    A larger file has holes, and takes no more than that of the disk. Both change with every opening and lie outside the
-    checksum; only messages and the rule of room depend on them. `refuted` are the runs whose records are not served, by
-    the files beside the slab.
-    """
-
-    slot_bytes: int
-    table_slots: int
-    namespace: Namespace
-    claim_bytes: int = 0
-    pid: int = 0
-    refuted: frozenset[bytes] = frozenset()
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the header table, up to the page where slot 0 starts."""
-        return -(-self.table_slots * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
-
-    @property
-    def payload_at(self) -> int:
-        """Where slot 0 starts in the file."""
-        return PAGE_BYTES + self.table_bytes
-
-    def file_bytes(self, slots: int) -> int:
-        """The size of the file with this many slots."""
-        return self.payload_at + slots * self.slot_bytes
-
-    def taken_bytes(self, status: os.stat_result) -> int:
-        """What the file takes of its directory's capacity: what is or may be filled of it."""
-        return min(status.st_size, max(self.payload_at, self.claim_bytes, 512 * status.st_blocks))
-
-    def slots_in(self, file_bytes: int) -> int:
-        """Number of whole slots in a file of this size."""
-        return min(self.table_slots, max(0, file_bytes - self.payload_at) // self.slot_bytes)
-
-    @classmethod
-    def for_capacity(
-        cls, namespace: Namespace, slot_bytes: int, capacity_bytes: int, table_slots: int = 1
-    ) -> Superblock:
-        """The layout of a new slab of at most `capacity_bytes`, with as many slots as fit. May have room for none.
-
-        Its table has room for `table_slots` slots or more.
-        """
-        slots = max(0, capacity_bytes - PAGE_BYTES) // (slot_bytes + _TABLE_ROOM * HEADER_BYTES)
-        while True:
-            layout = cls(slot_bytes, max(table_slots, _TABLE_ROOM * slots), namespace)
-            if not slots or layout.file_bytes(slots) <= capacity_bytes:
-                return layout
-            slots -= 1
-
-    def header(self, slot: int, raw: bytes | memoryview) -> RecordHeader:
-        """The header in `raw`, of the record in `slot`. Raises RecordError."""
-        return RecordHeader.decode(
-            raw,
-            namespace=self.namespace.digest,
-            length=None,
-            max_length=self.slot_bytes,
-            slot=slot,
-            refuted=self.refuted,
-        )
-
-    def encode(self) -> bytes:
-        """One page. Raises TierError if the namespace's description does not fit."""
-        text = self.namespace.describe().encode()
-        if (room := _CHECKSUM_AT - _FIXED.size - 4) < len(text):
-            raise TierError(f"the namespace's description has {len(text)} bytes; a slab has room for {room}")
-        fixed = _FIXED.pack(SLAB_MAGIC, SLAB_FORMAT, 0, self.slot_bytes, self.table_slots, self.namespace.digest)
-        checked = (fixed + len(text).to_bytes(4, "little") + text).ljust(_CHECKSUM_AT, b"\0")
-        return checked + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(checked)) + _OWNER.pack(self.claim_bytes, self.pid)
-
-    @classmethod
-    def decode(cls, raw: bytes, path: Path) -> Superblock:
-        """The superblock in `raw`.
-
-        Raises:
-            SuperblockError: the file is one of our slabs, without contents to lose.
-            TierError: the file is no slab, or one of another format.
-        """
-        if not raw.strip(b"\0"):
-            raise SuperblockError(f"{path} has an empty superblock")
-        if raw[: len(SLAB_MAGIC)] != SLAB_MAGIC[: len(raw)]:
-            raise TierError(f"{path} is not a kvpact slab: it starts with {raw[:8]!r}; move it away")
-        if len(raw) < PAGE_BYTES:
-            raise SuperblockError(f"{path} is cut off after {len(raw)} bytes, inside its superblock")
-        _, version, _, slot_bytes, table_slots, digest = _FIXED.unpack_from(raw)
-        if version != SLAB_FORMAT:
-            raise TierError(
-                f"{path} is a slab of format {version}; this release reads format {SLAB_FORMAT}. "
-                f"Delete the file to start an empty cache, or use the release that wrote it"
-            )
-        if xxhash.xxh3_64_intdigest(raw[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(raw, _CHECKSUM_AT)[0]:
-            raise SuperblockError(f"{path} has a damaged superblock: its checksum does not match")
-        size = int.from_bytes(raw[_FIXED.size : _FIXED.size + 4], "little")
-        try:
-            namespace = Namespace.parse(raw[_FIXED.size + 4 : _FIXED.size + 4 + size])
-        except DataError as error:
-            raise SuperblockError(f"{path} has a superblock without a namespace: {error}") from None
-        if namespace.digest != digest:
-            raise SuperblockError(f"{path} names its namespace {digest.hex()[:16]} but describes {namespace.name}")
-        return cls(slot_bytes, table_slots, namespace, *_OWNER.unpack_from(raw, _OWNER_AT))
-
-    @classmethod
-    def read(cls, descriptor: int, path: Path, refuted: frozenset[bytes] = frozenset()) -> Superblock:
-        """The superblock of an open file, which serves no record of a `refuted` run: see `refuted_in`.
-
-        Raises as `decode` does; a file without room for its table is damaged.
-        """
-        found = cls.decode(os.pread(descriptor, PAGE_BYTES, 0), path)
-        file_bytes = os.fstat(descriptor).st_size
-        if found.slot_bytes < 1 or found.payload_at > file_bytes:
-            raise SuperblockError(
-                f"{path} has {file_bytes} bytes and claims a table of {found.table_slots} slots of {found.slot_bytes} "
-                "bytes: it is damaged"
-            )
-        return replace(found, refuted=refuted)
-
-
-def refuted_in(folder: Path) -> frozenset[bytes]:
-    """The runs whose records in the slabs of a folder are not served: each has left an empty file there."""
-    found = (path.stem for path in folder.glob(f"*{_REFUTED_SUFFIX}"))
-    return frozenset(bytes.fromhex(name) for name in found if re.fullmatch(f"[0-9a-f]{{{2 * RUN_BYTES}}}", name))
-
-
-def refute_in(folder: Path, run: bytes, access: Access) -> None:
-    """Have no record of this run served from the slabs of a folder, by engines that open or look at them from now on.
-
-    Raises OSError.
-    """
-    replace_own(folder / f"{run.hex()}{_REFUTED_SUFFIX}", b"", access, durable=True)
+_KEEP_SIZE = 1  # flags of its fallocate, which Python's has not
+_PUNCH_HOLE = 2
 
 
 class SlabReader:
@@ -221,16 +61,16 @@ class SlabReader:
 
     @property
     def direct(self) -> bool:
-        """Whether payloads bypass the page cache."""
+        """True if payloads bypass the page cache."""
         return self._direct is not None
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True once `close` was called."""
         return self._buffered < 0
 
     def lost(self) -> str:
-        """Why the open file is not what its path names now; "" if it is. Raises OSError."""
+        """Reason why the open file is not what its path names now; "" if it is. Raises OSError."""
         return lost_from(self.path, self._buffered)
 
     def status(self) -> os.stat_result:
@@ -245,7 +85,8 @@ class SlabReader:
 
     def written_headers(self) -> Iterator[tuple[int, int]]:
         """[first, end) of the slots whose headers are not in a hole of the file, as far as the file system says."""
-        slots, at = self.superblock.table_slots, PAGE_BYTES
+        slots = self.superblock.table_slots
+        at = PAGE_BYTES
         while at < PAGE_BYTES + slots * HEADER_BYTES:
             try:
                 data = os.lseek(self._buffered, at, os.SEEK_DATA)
@@ -255,16 +96,18 @@ class SlabReader:
                     return
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                data, at = at, PAGE_BYTES + slots * HEADER_BYTES
-            first, end = (data - PAGE_BYTES) // HEADER_BYTES, -(-(at - PAGE_BYTES) // HEADER_BYTES)
+                data = at
+                at = PAGE_BYTES + slots * HEADER_BYTES
+            first = (data - PAGE_BYTES) // HEADER_BYTES
+            end = -(-(at - PAGE_BYTES) // HEADER_BYTES)
             if first < min(end, slots):
                 yield first, min(end, slots)
 
     def read_ahead(self, first: int, count: int) -> None:
         """Have the kernel read the headers of `count` slots meanwhile."""
-        offset, length = PAGE_BYTES + first * HEADER_BYTES, count * HEADER_BYTES
+        offset = PAGE_BYTES + first * HEADER_BYTES
         with suppress(OSError):  # no more than advice
-            os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._buffered, offset, count * HEADER_BYTES, os.POSIX_FADV_WILLNEED)
 
     def read_header(self, slot: int) -> bytes:
         """The header of one slot as it is on disk."""
@@ -288,7 +131,8 @@ class SlabReader:
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
-        self._direct, self._buffered = None, -1
+        self._direct = None
+        self._buffered = -1
 
     def _transfer(self, call: VectoredCall, buffers: Sequence[BlockBuffer], offset: int) -> int:
         """Bypass the page cache if this memory allows it, else use it; the kernel keeps both coherent."""
@@ -343,18 +187,18 @@ class Slab(SlabReader):
             raise
 
     def close(self) -> None:
-        """See `SlabReader`. A file that has lost its name gives its bytes back, although others have it open."""
+        """Close the file. One that has lost its name gives its bytes back, although others have it open."""
         with suppress(OSError):
             if not self.closed and not self.status().st_nlink:
                 os.ftruncate(self._buffered, 0)
         super().close()
 
     def taken_bytes(self) -> int:
-        """What the file takes of its directory's capacity: less than its size, if it has holes."""
+        """Bytes charged against the directory's capacity: less than its size, if it has holes."""
         return self.superblock.taken_bytes(self.status())
 
     def show_use(self, after: float) -> None:
-        """Have the file's time say that its engine runs, if that was said more than `after` seconds ago."""
+        """Set the file's time, by which its engine counts as running, if it is more than `after` seconds old."""
         with suppress(OSError):  # a file system that sets no times
             if time.time() - self.status().st_mtime > after:
                 os.utime(self._buffered)
@@ -362,7 +206,7 @@ class Slab(SlabReader):
     def claim(self, claim_bytes: int, pid: int) -> None:
         """Record the owner and how large the slab may grow."""
         self.superblock = replace(self.superblock, claim_bytes=claim_bytes, pid=pid)
-        self._write(self._buffered, [memoryview(_OWNER.pack(claim_bytes, pid))], _OWNER_AT)
+        self._write(self._buffered, [memoryview(self.superblock.encode_owner())], OWNER_AT)
 
     def shrink(self, slots: int) -> None:
         """Give all slots from `slots` on back to the file system, with the records in them."""
@@ -372,7 +216,8 @@ class Slab(SlabReader):
 
     def grow(self, slots: int) -> None:
         """Have the file system allocate `slots` slots with their headers. Raises OSError; then it has no slot more."""
-        start, end = self.superblock.file_bytes(self.slots), self.superblock.file_bytes(slots)
+        start = self.superblock.file_bytes(self.slots)
+        end = self.superblock.file_bytes(slots)
         headers = PAGE_BYTES + self.slots * HEADER_BYTES, (slots - self.slots) * HEADER_BYTES
         try:
             self._allocate(*headers)  # else a full disk has no room for them
@@ -402,9 +247,8 @@ class Slab(SlabReader):
 
     def fill(self, slots: Sequence[int]) -> None:
         """Have the file system allocate `slots`, in holes of the file. Raises OSError; then it has some of them."""
-        size, slot_bytes = self.superblock.file_bytes, self.superblock.slot_bytes
         for first, count in runs(slots):
-            self._allocate(size(slots[first]), count * slot_bytes)
+            self._allocate(self.superblock.file_bytes(slots[first]), count * self.superblock.slot_bytes)
 
     def write_headers(self, slots: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers of the records in `slots`, which makes them visible."""
@@ -458,7 +302,7 @@ def _open_direct(buffered: int, flags: int) -> int | None:
 
 
 class Closable(Protocol):
-    """What has a `close`."""
+    """Protocol: closeable."""
 
     def close(self) -> None: ...
 

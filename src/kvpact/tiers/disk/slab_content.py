@@ -1,4 +1,4 @@
-"""What this engine's own slab holds: the index in memory and the header table on disk, which change together.
+"""Content of this engine's own slab: the index in memory and the header table on disk, which change together.
 
 Owns both, the times of last use and the counts. Never moves a payload.
 """
@@ -63,7 +63,8 @@ class SlabContent:
         """Take over an open slab, which may grow to its claim. `read_on` reads its header table."""
         self.slab = slab
         self.accounts = accounts
-        self.lock, self.header_lock = threading.Lock(), threading.Lock()
+        self.lock = threading.Lock()
+        self.header_lock = threading.Lock()
         most_slots = max(most_slots, slab.slots)
         # Parked slots have no headers, and are holes of the file, or are to be.
         self.space = PlainSlots(most_slots, max(slab.slots, slab.superblock.slots_in(slab.superblock.claim_bytes)))
@@ -81,8 +82,9 @@ class SlabContent:
         self._stale_headers: set[int] = set()
         """Slots of dropped blocks whose headers could not be cleared: after a restart those blocks would be back."""
         self.reading = True
-        """Whether a part of the header table is still to be read. Nothing is written meanwhile."""
-        self._pieces, self._read_to = pieces_of(slab), 0
+        """True while a part of the header table is still to be read. Nothing is written meanwhile."""
+        self._pieces = pieces_of(slab)
+        self._read_to = 0
         self._deleted: set[BlockKey] = set()
         """Blocks that were deleted before the table was read in full: they may be there still."""
         self.can_punch = False  # whether the file system makes holes in files
@@ -99,15 +101,15 @@ class SlabContent:
         self.lengths[slot] = header.length
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are held; 0 while the table is read, and the reader does not let go of the lock."""
+        """Number of leading `keys` that are held; 0 while the table is read and its reader keeps the lock."""
         return self._look(lambda: self.index.held_prefix(keys), 0)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of `keys` are held; none while the table is read, and the reader does not let go of the lock."""
+        """True for each of `keys` that is held; none while the table is read and its reader keeps the lock."""
         return self._look(lambda: (self.index.held_slots(keys) >= 0).tolist(), [False] * len(keys))
 
     def _look(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """What the index answers, or `otherwise` if the reader of the table has the lock for too long."""
+        """Answer of the index, or `otherwise` if the reader of the table has the lock for too long."""
         if not self.lock.acquire(timeout=READER_WAIT_S if self.reading else -1):
             return otherwise
         try:
@@ -160,11 +162,11 @@ class SlabContent:
     # Failures
 
     def note_read_failed(self, error: OSError) -> None:
-        """A read of the file has failed."""
+        """Record a failed read of the file."""
         self.accounts.note_failed("read", f"cannot read {self.slab.path}: {error.strerror}")
 
     def note_write_failed(self, error: OSError) -> None:
-        """A write to the file has failed."""
+        """Record a failed write to the file."""
         why = f"cannot write {self.slab.path}: {error.strerror}; those blocks are not kept"
         self.accounts.note_failed("write", why)
 
@@ -193,10 +195,10 @@ class SlabContent:
 
     def _read_piece(self, first: int, table: bytearray) -> None:
         """Enter neighbouring slots, and clear the headers of unusable ones; the header lock is held."""
-        headers, sound = judged(self.slab.superblock, first, table)
-        sound[max(0, self.slab.slots - first) :] = False
+        headers, valid = judged(self.slab.superblock, first, table)
+        valid[max(0, self.slab.slots - first) :] = False
         end = max(first, min(first + len(headers), self.index.usable_slots, self.index.num_slots))
-        (good,) = sound[: end - first].nonzero()
+        (good,) = valid[: end - first].nonzero()
         fields = headers[: len(good)] if len(good) == end - first else headers[good]
         with self.lock:
             at = slice(first, end)  # nothing is asked of the other slots there
@@ -208,7 +210,7 @@ class SlabContent:
         if deleted:
             self._forget_headers([slot for _, slot in deleted])
         if len(good) < len(headers):
-            unusable = self._unusable(first, table, sound)
+            unusable = self._unusable(first, table, valid)
             self._useless += len(unusable)
             self.accounts.count(damaged=len(unusable))
             self._forget_headers(unusable)
@@ -242,11 +244,11 @@ class SlabContent:
                 self._deleted.update(doomed)
         return sum(self.lose(partial(self.index.drop, key)) for key in doomed)
 
-    def _unusable(self, first: int, table: bytearray, sound: NDArray[np.bool_]) -> list[int]:
-        """The slots whose headers are neither empty nor sound; the reasons of the first ones are logged."""
+    def _unusable(self, first: int, table: bytearray, valid: NDArray[np.bool_]) -> list[int]:
+        """Slots whose headers are neither empty nor valid; the reasons of the first ones are logged."""
         unusable = list[int]()
         for slot, raw in occupied(table, first):
-            if sound[slot - first]:
+            if valid[slot - first]:
                 continue
             unusable.append(slot)
             if len(unusable) > _EXPLAINED:
@@ -269,7 +271,7 @@ class SlabContent:
                 self.slab.write_headers([slot], [header.encode()])
 
     def scan(self) -> Iterator[RecordHeader]:
-        """The header of every sound record, in no order."""
+        """The header of every valid record, in no order."""
         try:
             for first, table in pieces_of(self.slab):
                 for slot, raw in occupied(table, first):

@@ -22,7 +22,8 @@ from kvpact.errors import TierError, printable
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own, replace_own
 from kvpact.tiers.disk.file_lock import is_locked, lock_file, unlock_file
-from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, Superblock, close_in_children
+from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, close_in_children
+from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.free_space import Unremovable, warn_if_scarce
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class NoRoomYet(TierError):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one of `members` engines may take of a directory, in bytes.
+    """Bytes of a directory that one of `members` engines may take.
 
     `share` is its fair part of the capacity. `growth` is the size up to which it may grow: a smaller part while engines
     are absent that may come back, and not more than the files of the others leave now. `absent` is what those engines'
@@ -111,12 +112,14 @@ class _Newcomer:
 class SlabDirectory:
     """The slabs in kvpact's folder inside a directory that a user named, at most `capacity_bytes` together."""
 
-    def __init__(self, named: Path, capacity_bytes: int = 0, access: Access = PRIVATE) -> None:
+    def __init__(
+        self, named: Path, capacity_bytes: int = 0, access: Access = PRIVATE, folder: OwnFolder | None = None
+    ) -> None:
         self.named = named
         self.path = named / OWN_FOLDER
         self.capacity_bytes = capacity_bytes
         self.access = access
-        self.folder: OwnFolder | None = None
+        self.folder = folder
         """The folder, held open by an engine that uses it."""
         self._newcomer: _Newcomer | None = None
         self._opened_at = time.monotonic()
@@ -140,8 +143,7 @@ class SlabDirectory:
                 "disk tier: slabs right in %s are of an older kvpact; nobody reads them and no capacity counts them: "
                 "remove them (slabs are in %s now)", named, named / OWN_FOLDER,
             )  # fmt: skip
-        directory = cls(named, capacity_bytes, access)
-        directory.folder = folder
+        directory = cls(named, capacity_bytes, access, folder)
         held = (512 * path.stat().st_blocks for path in directory.slab_paths())
         warn_if_scarce(logger, "disk tier", directory.path, capacity_bytes, held)
         return directory
@@ -202,24 +204,25 @@ class SlabDirectory:
         return sorted((item for item in found if item is not None), key=lambda item: item.modified)
 
     def room(self, namespace: Namespace, own: Path | None) -> Room:
-        """What an engine of this namespace may take, whose slab is `own`. The directory must be locked."""
+        """Bytes that an engine of this namespace may take, whose slab is `own`. The directory must be locked."""
         neighbours = self.neighbours(own)
         unknown = sum(item.file_bytes for item in neighbours if item.superblock is None)
         engines = sum(item.in_use for item in neighbours if item.superblock is not None) + self._count_newcomers()
         absent = [item for item in neighbours if self._is_absent(item, namespace)]
-        capacity, members = max(0, self.capacity_bytes - unknown), 1 + engines
+        capacity = max(0, self.capacity_bytes - unknown)
+        members = 1 + engines
         kept = sum(item.file_bytes for item in neighbours if self._stays(item, namespace))
         left = max(0, self.capacity_bytes - kept)
         growth = min(capacity // (members + len(absent)), left)
         return Room(capacity // members, growth, members, sum(item.file_bytes for item in absent))
 
     def _stays(self, item: Neighbour, namespace: Namespace) -> bool:
-        """Whether a slab is not removed for room: it is used, may be soon, is none of ours, or cannot be removed."""
+        """True if a slab is not removed for room: it is used, may be soon, is none of ours, or cannot be removed."""
         cannot = str(item.path) in self._unremovable
         return item.in_use or item.superblock is None or cannot or self._is_absent(item, namespace)
 
     def _is_absent(self, item: Neighbour, namespace: Namespace) -> bool:
-        """Whether a slab is idle for so short a time that its engine may come back."""
+        """True if a slab is idle for so short a time that its engine may come back."""
         if item.superblock is None or item.superblock.namespace.digest != namespace.digest:
             return False
         now = time.monotonic()
@@ -235,7 +238,7 @@ class SlabDirectory:
         self._newcomer = self._newcomer or _Newcomer(self)
 
     def end_announcement(self) -> None:
-        """Withdraw what `announce` announced: this engine has a slab, or does without."""
+        """Withdraw the announcement: this engine has a slab, or does without."""
         if self._newcomer is not None:
             self._newcomer.remove()
             self._newcomer = None
@@ -314,7 +317,7 @@ class SlabDirectory:
 
 
 def model_beside(slab: Path) -> str:
-    """What people call the model of a slab; "" if nobody has noted it."""
+    """Model name of a slab, for people; "" if nobody has noted it."""
     name = slab.stem.partition("-")[0] + _MODEL_SUFFIX
     with suppress(OSError), open(open_own(slab.with_name(name), os.O_RDONLY), "rb") as file:
         return file.read(MODEL_BYTES).decode(errors="replace")
@@ -324,7 +327,8 @@ def model_beside(slab: Path) -> str:
 def look_at(path: Path) -> Neighbour | None:
     """A description of a slab file, which is not opened for use; None if it is gone. The directory should be locked."""
     with suppress(OSError), closing(open_own(path, os.O_RDONLY)) as descriptor:
-        status, superblock = os.fstat(descriptor), None
+        status = os.fstat(descriptor)
+        superblock = None
         with suppress(TierError, OSError):
             superblock = Superblock.read(descriptor, path)
         # Of a file that is no slab only what it takes of the disk: anybody can make a hole of any size.

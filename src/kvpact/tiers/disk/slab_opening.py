@@ -1,4 +1,4 @@
-"""How an engine comes to a slab of its own: it takes over an idle one of its namespace, or makes one.
+"""Opening of an engine's own slab: it takes over an idle one of its namespace, or makes one.
 
 Owns the choice among the namespace's slabs and the messages about files that are no such slab. Never reads a block.
 """
@@ -18,8 +18,9 @@ from kvpact.errors import TierError, reason_of
 from kvpact.identity.keys import Namespace
 from kvpact.own_files import Access, closing, open_own
 from kvpact.tiers.disk.file_lock import lock_file
-from kvpact.tiers.disk.slab import Slab, Superblock, SuperblockError, refuted_in
+from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_directory import ABSENT_S, NoRoomYet, Room, SlabDirectory
+from kvpact.tiers.disk.superblock import Superblock, SuperblockError, refuted_in
 from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,9 @@ class SlabOpener:
 
         Raises OSError.
         """
-        idle, in_use, others = list[Slab](), set[Path](), set[Path]()
+        idle = list[Slab]()
+        in_use = set[Path]()
+        others = set[Path]()
         try:
             for path in self.directory.slabs_of(self.namespace).values():
                 try:
@@ -152,7 +155,7 @@ class SlabOpener:
                 except FileNotFoundError:
                     pass
                 except (OSError, TierError) as error:
-                    text = "disk tier: %s is left alone, another file is used: %s"
+                    text = "disk tier: %s is skipped, another file is used: %s"
                     self.warned.log(str(path), logging.WARNING, text, path, reason_of(error))
                     others.add(path)
             idle.sort(key=lambda slab: slab.status().st_mtime_ns)

@@ -1,4 +1,4 @@
-"""How large this engine's own slab is: it grows when slots are needed, within its limit, and shrinks with that.
+"""Size of this engine's own slab: it grows when slots are needed, within its limit, and shrinks with that.
 
 Owns the length of the file, its holes, and which slots may be used. Never reads or writes a record.
 
@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Final
 
 from kvpact.errors import TierError, reason_of
-from kvpact.index.block_index import State
+from kvpact.index.block_index import SlotState
 from kvpact.tiers.disk.slab import runs
 from kvpact.tiers.disk.slab_content import SlabContent
 from kvpact.tiers.disk.slab_directory import LOCK_TIMEOUT_S, DirectoryBusy, SlabDirectory
@@ -95,10 +95,11 @@ class SlabSize:
             if not isinstance(error, DirectoryBusy):
                 self._content.lose(lambda: self._index.withdraw_slots(self._slab.slots))
             if isinstance(error, OSError | DirectoryBusy):
-                self._failed_at, self._limit = time.monotonic(), 0
+                self._failed_at = time.monotonic()
+                self._limit = 0
             kind = "room" if self._slab.slots else "write"
             self._accounts.note_failed(
-                kind, f"cannot grow {self._slab.path}: {reason_of(error)}; it serves what it has"
+                kind, f"cannot grow {self._slab.path}: {reason_of(error)}; it keeps its present size"
             )
 
     def limit(self, file_bytes: int) -> None:
@@ -119,7 +120,7 @@ class SlabSize:
             if by_use:
                 self._give_back(self._kept() - slots)
             elif slots < self._slab.slots and self._are_free(range(slots, self._slab.slots)):
-                why = "its file system makes no holes in files, so the blocks at its end go, however much they are used"
+                why = "its file system makes no holes in files, so the blocks at its end are evicted, used or not"
                 self._accounts.warn_once("holes", f"{self._slab.path} shrinks: {why}")
                 self._slab.shrink(slots)
             claim = self._slab.superblock.file_bytes(self._kept())
@@ -144,5 +145,5 @@ class SlabSize:
                 self._index.use_slots(slots)
 
     def _are_free(self, slots: range) -> bool:
-        """Whether withdrawn slots are not used any more; without the lock, because no new use begins."""
-        return all(self._index.state(slot) == State.FREE for slot in slots)
+        """True once withdrawn slots are not used any more; without the lock, because no new use begins."""
+        return all(self._index.state(slot) == SlotState.FREE for slot in slots)

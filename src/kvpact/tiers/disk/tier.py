@@ -28,9 +28,10 @@ from kvpact.tiers.disk import BACKEND
 from kvpact.tiers.disk.foreign_slabs import ForeignSlabs
 from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.reading import Reading
-from kvpact.tiers.disk.slab import PAGE_BYTES, Slab
+from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_directory import ABSENT_S, LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, Room, SlabDirectory
 from kvpact.tiers.disk.slab_opening import SlabOpener
+from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.tiers.record import require_at_most
 from kvpact.tiers.registry import TierContext
 from kvpact.tiers.urls import TierURL
@@ -59,7 +60,7 @@ MAX_DOOMED: Final = 1 << 16
 
 
 class DiskTier(Tier):
-    """See `Tier`. Open one with `DiskTier.open`.
+    """Slabs of one directory, one written by each engine and read by all. Open one with `DiskTier.open`.
 
     A block that another engine stored may be evicted at any time; reading it is then a miss. What this engine stored is
     in its own slab, so `delete` drops it for good. Blocks in slabs of others are only refused, until others are there.
@@ -75,9 +76,9 @@ class DiskTier(Tier):
         self._slot_bytes = opener.slot_bytes
         self._accounts = Accounts(logger, "disk tier")
         self.own = self._opened(slab) if slab is not None else None
-        """What this engine stores; None while there is no room for it."""
+        """Slab of this engine; None while there is no room for one."""
         self._doomed: set[BlockKey] = set()
-        """What was deleted while there is no own slab: one that is taken over may have it (H36)."""
+        """Blocks deleted while there is no own slab: one that is taken over may have them (H36)."""
         self._all_doomed = False
         self._others = ForeignSlabs(self._directory, opener.namespace, opener.slot_bytes, self._accounts)
         self._tending = threading.Lock()
@@ -112,7 +113,8 @@ class DiskTier(Tier):
         if slot_bytes < 1 or slot_bytes % PAGE_BYTES:
             raise NoSuchTier(f"disk tier: a slot must be a multiple of {PAGE_BYTES} bytes, not {slot_bytes}")
         room = SlabDirectory.prepare(Path(directory), capacity_bytes, access)
-        opener, slab = SlabOpener(room, namespace, slot_bytes), None
+        opener = SlabOpener(room, namespace, slot_bytes)
+        slab = None
         try:
             try:
                 slab = opener.open(timeout)
@@ -185,7 +187,7 @@ class DiskTier(Tier):
             return self.lookup([entry.key for entry in entries])
 
     def _without_spare(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """What is left without blocks that another slab has already, and that none of `entries` needs in the own."""
+        """Entries without blocks that another slab has already, and that none of `entries` needs in the own."""
         if not len(self._others):
             return entries
         parents = {entry.parent for entry in entries}
@@ -218,7 +220,7 @@ class DiskTier(Tier):
     # Counts
 
     def capacity(self) -> TierCapacity:
-        """What is in this engine's own slab: the sum over engines is what the directory holds."""
+        """Usage of this engine's own slab: the sum over engines is the directory's."""
         blocks = self.own.content.index.held_count if self.own is not None else 0
         return TierCapacity(blocks * self._slot_bytes, self._directory.capacity_bytes, blocks)
 

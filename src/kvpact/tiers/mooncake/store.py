@@ -67,9 +67,9 @@ _REASONS: Final = {
 
 
 class MooncakeStore(RecordStore):
-    """See `RecordStore`. A record is one object `<prefix>/<name>` with as many replicas as the master makes by default.
+    """Records in a Mooncake pool: one object `<prefix>/<name>` each, with the master's default number of replicas.
 
-    **Time.** Mooncake limits its calls itself, but late: to 4 s if the master is dead, 15 to 30 s if it hangs. So each
+    **Time.** Mooncake limits its calls itself, but late: to 4 s if the master is dead, 15 to 30 s if stuck. So each
     call runs on a background thread and is given up after `timeout`; data goes through memory that belongs to the call,
     and only the caller copies it to its own. While `GIVEN_UP_CALLS` are running, no other one begins.
 
@@ -158,7 +158,7 @@ class MooncakeStore(RecordStore):
         return sum(code == 0 for code in codes)
 
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
-        """See `RecordStore`. Reads each record in full, one after another: for tools, not for engines.
+        """Headers of records. Reads each record in full, one after another: for tools, not for engines.
 
         Returns b"" without a read for a record that is longer than `record_bytes`.
         """
@@ -177,7 +177,7 @@ class MooncakeStore(RecordStore):
         return bytes(memoryview(found)[:HEADER_BYTES])
 
     def names(self, group: str = "") -> Iterator[StoredRecord]:
-        """See `RecordStore`. Sizes are unknown. Raises StoreError if the master's metrics port does not answer."""
+        """Records of unknown size. Raises StoreError if the master's metrics port does not answer."""
         prefix = f"{self._prefix}{group}/" if group else self._prefix
         for key in self.ask_master("/get_all_keys").splitlines():
             name = key[len(self._prefix) :]
@@ -193,16 +193,15 @@ class MooncakeStore(RecordStore):
         return None if size < 0 else size
 
     def usage(self) -> StoreUsage:
-        """See `RecordStore`: usage of the whole pool by all its users."""
-        usage = StoreUsage()
+        """Usage of the whole pool by all its users."""
         with suppress(StoreError, LookupError, ValueError, ArithmeticError):
             numbers = dict(line.rsplit(" ", 1) for line in self.ask_master("/metrics").splitlines() if " " in line)
-            used, capacity = numbers["master_allocated_bytes"], numbers["master_total_capacity_bytes"]
-            usage = StoreUsage(int(float(used)), int(float(capacity)))
-        return usage
+            used = numbers["master_allocated_bytes"]
+            return StoreUsage(int(float(used)), int(float(numbers["master_total_capacity_bytes"])))
+        return StoreUsage()
 
     def close(self) -> None:
-        """See `RecordStore`. A background thread waits for given-up calls and then closes the client.
+        """Close the client, on a background thread that waits for given-up calls first.
 
         That holds the interpreter's lock for a second.
         """
@@ -224,7 +223,7 @@ class MooncakeStore(RecordStore):
         return [self._prefix + name for name in names]
 
     def call(self, what: str, function: Callable[[], Result]) -> Result:
-        """What `function` returns; StoreError if it raises or does not return in time, while it runs on."""
+        """Result of `function`. Raises StoreError if it raises, or does not return in time, while it runs on."""
         try:
             answer = self._pool.submit(function)
             return answer.result(self._timeout)
@@ -243,8 +242,7 @@ class MooncakeStore(RecordStore):
 
     def ask_master(self, path: str) -> str:
         """The answer of the master's metrics port at `path`. Raises StoreError."""
-        host, where = self.master[0], host_and_port(self.master[0], self.metrics_port)
-        connection = http.client.HTTPConnection(host, self.metrics_port, timeout=self._timeout)
+        connection = http.client.HTTPConnection(self.master[0], self.metrics_port, timeout=self._timeout)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -253,6 +251,7 @@ class MooncakeStore(RecordStore):
                 raise StoreError(f"cannot list {self.place}: its master answers {response.status} to {path}")
             return text
         except (OSError, http.client.HTTPException) as error:
+            where = host_and_port(self.master[0], self.metrics_port)
             raise StoreError(
                 f"cannot list {self.place}: the master's metrics port {where} does not answer "
                 f"({error}); name the right one with ?metrics=PORT"
@@ -275,7 +274,8 @@ def open_mooncake(url: TierURL, *, for_tool: bool = False) -> MooncakeStore:
     """
     [(host, port)] = url.addresses
     prefix = url.path.strip("/")
-    library, master = _library(), host_and_port(host, port)
+    library = _library()
+    master = host_and_port(host, port)
     timeout = url.seconds("timeout", TIMEOUT_SECONDS)
     try:
         # Checked first, because `setup` would try for 90 s with the interpreter's lock held.

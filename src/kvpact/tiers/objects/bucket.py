@@ -10,28 +10,23 @@ import logging
 import math
 import os
 import re
-import secrets
-import stat
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvpact.errors import NoSuchTier, TierError
-from kvpact.own_files import UNABLE, Access, NotOurs, OwnFolder
+from kvpact.own_files import Access, NotOurs, OwnFolder
 from kvpact.tiers.daemon_pool import DaemonPool
-from kvpact.tiers.free_space import FULL, taken
+from kvpact.tiers.free_space import FULL
+from kvpact.tiers.objects.files import ObjectFiles
 from kvpact.tiers.objects.packs import PackVersion
 from kvpact.tiers.shared.store import StoreError, StoreFull
 from kvpact.tiers.urls import TierURL
-from kvpact.tiers.use_clock import STEP_NS, SharedClock
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +39,6 @@ RETRIED_PART: Final = 0.75
 
 FIRST_BACKOFF_SECONDS: Final = 0.05
 LONGEST_BACKOFF_SECONDS: Final = 0.5
-
-TIDY_SECONDS: Final = 600.0
-"""Seconds between two looks, by who writes, for what killed writers have left."""
 
 PAGE_OBJECTS: Final = 1000
 """Objects in one page of a listing; S3 allows no more."""
@@ -68,7 +60,7 @@ class ObjectChanged(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ObjectBytes:
     """Bytes of an object, and its version."""
 
     data: memoryview
@@ -80,9 +72,9 @@ class Bucket:
     """Objects by name. A single request ends soon after `timeout`; `each` gives up exactly then."""
 
     def __init__(
-        self, client: Any, place: str, *, timeout: float, concurrency: int, folder: OwnFolder | None = None
+        self, client: Any, place: str, *, timeout: float, concurrency: int, files: ObjectFiles | None = None
     ) -> None:
-        """`client` is a store of obstore. With `folder` its objects are files, and `put` replaces any version."""
+        """`client` is a store of obstore. With `files` its objects are files, and `put` replaces any version."""
         self._api = import_module("obstore")
         self._failures = (import_module("obstore.exceptions").BaseError, OSError)
         self._changed = import_module("obstore.exceptions").PreconditionError
@@ -92,11 +84,8 @@ class Bucket:
         self.place = place
         self.timeout = timeout
         self.concurrency = concurrency
-        self.folder = folder
-        """The folder of objects that are files; None in a bucket."""
-        self._clock: SharedClock | None = None
-        self._has_links = True
-        self._tidy_at = 0.0
+        self.files = files
+        """None in a bucket."""
         self._pool = DaemonPool("kvpact-objects", concurrency)
 
     def each(self, call: Callable[[Item], Result], items: Sequence[Item], requests: int = 1) -> list[Result]:
@@ -119,12 +108,14 @@ class Bucket:
             # A panic in the client's Rust code is no Exception and would end the engine.
             raise ClientBroken(f"{self.place}: obstore broke down on this request; check the tier's options") from None
 
-    def get(self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None) -> Part | None:
+    def get(
+        self, name: str, start: int = 0, end: int | None = None, version: PackVersion | None = None
+    ) -> ObjectBytes | None:
         """Bytes [start, end) of an object, by default all, fewer if it ends before; None if there is no such object.
 
         Raises ObjectChanged if it is there in another `version`.
         """
-        if self.folder is not None and (self.folder.path / name).is_fifo():  # planted: its opening would never end
+        if self.files is not None and self.files.path_of(name).is_fifo():  # planted: its opening would never end
             return None
         options: dict[str, object] = {}
         if start or end is not None:
@@ -134,12 +125,12 @@ class Bucket:
         try:
             result = self._api.get(self.client, name, options=options)
             meta = result.meta
-            return Part(memoryview(result.bytes()), meta["size"], _version(meta))
+            return ObjectBytes(memoryview(result.bytes()), meta["size"], _version(meta))
         except self._changed:
             raise ObjectChanged(name) from None
         except self._failures as error:
             if re.search(r"InvalidRange|[Rr]ange was invalid", str(error)):  # the object ends before `start`
-                return Part(memoryview(b""), 0, {})
+                return ObjectBytes(memoryview(b""), 0, {})
             if self._gone(error):
                 return None
             raise self._told(error) from None
@@ -148,20 +139,17 @@ class Bucket:
         """Store a new object, or replace the version `replaced`; None if another one is there."""
         mode: str | PackVersion = "create"
         if replaced is not None:
-            mode = replaced if replaced and self.folder is None else "overwrite"
+            mode = replaced if replaced and self.files is None else "overwrite"
         try:
-            if self.folder is not None:
-                path = self.folder.path / name
-                self.folder.access.make_parents(path, self.folder.path)
-                if mode == "create" and not self._has_links:
-                    if path.exists():
+            if self.files is not None:
+                self.files.prepare(name)
+                if mode == "create" and not self.files.has_links:
+                    if self.files.path_of(name).exists():
                         return None
                     mode = "overwrite"  # of two writers at once the last one wins
             result = self._api.put(self.client, name, data, mode=mode, use_multipart=False)
-            if self.folder is not None:
-                with suppress(FileNotFoundError):  # removed since
-                    self.folder.access.settle(path, self.folder.access.file_mode)
-                self.note_used([name])
+            if self.files is not None:
+                self.files.settle(name)
             return _version(result)
         except (self._changed, self._exists):
             return None
@@ -193,65 +181,6 @@ class Bucket:
                 return None
             raise self._told(error) from None
 
-    # Objects that are files
-
-    def mark_uses(self, folder: OwnFolder) -> None:
-        """From now on mark the files in `folder` when they are used. Finds out whether they can have links."""
-        self._clock = SharedClock(folder.path / ".clock", folder.access)
-        self._clock.now()
-        self.remove_abandoned()
-        self._has_links = _can_link(self._clock.path)
-
-    def note_used(self, names: Sequence[str]) -> None:
-        """Mark files as used now, each a little before the one that is named before it, by their time of access.
-
-        The time of change is a part of an object's version.
-        """
-        if self._clock is not None and names:
-            now = self._clock.now()
-            for number, name in enumerate(names):
-                path = self._clock.path.parent / name
-                with suppress(OSError):  # removed since, another user's, or a file system that sets no times
-                    os.utime(path, ns=(now - number * STEP_NS, path.stat().st_mtime_ns))
-
-    def by_use(self) -> list[tuple[int, int, str]]:
-        """When each file was used last, the bytes that it takes, and its name; the oldest first. In a bucket none."""
-        found = list[tuple[int, int, str]]()
-        if self._clock is not None:
-            for name in chain.from_iterable(self.pages()):
-                with suppress(OSError):
-                    status = os.stat(self._clock.path.parent / name)
-                    found.append((status.st_atime_ns, taken(status), name))
-        return sorted(found)
-
-    def unfinished(self) -> list[tuple[int, Path]]:
-        """Bytes and path of each file that obstore writes before it gets an object's name: its listing has none."""
-        found = list[tuple[int, Path]]()
-        if self.folder is not None:
-            for path in self.folder.path.glob("*/*#*"):
-                with suppress(OSError):
-                    status = path.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and _UNFINISHED.fullmatch(f"{path.parent.name}/{path.name}"):
-                        found.append((taken(status), path))
-        return found
-
-    def tidy(self) -> None:
-        """`remove_abandoned`, if that was `TIDY_SECONDS` ago."""
-        if self._clock is not None and time.monotonic() > self._tidy_at:
-            self._clock.now()
-            self.remove_abandoned()
-
-    def remove_abandoned(self) -> list[int]:
-        """Remove what killed writers have left unfinished; the bytes of each such file."""
-        gone = list[int]()
-        self._tidy_at = time.monotonic() + TIDY_SECONDS
-        for size, path in self.unfinished() if self._clock is not None else ():
-            with suppress(OSError):  # another engine was quicker, or it cannot be removed: it counts as before
-                if self._clock is not None and self._clock.is_abandoned(path.stat(follow_symlinks=False)):
-                    path.unlink()
-                    gone.append(size)
-        return gone
-
     def close(self) -> None:
         """Start no more requests. Does not wait for those under way."""
         self._pool.close()
@@ -263,7 +192,7 @@ class Bucket:
     def _told(self, error: Exception) -> StoreError:
         """The StoreError for an error of the client; it takes only words from it that cannot be a secret."""
         text = str(error)
-        if self.folder is not None and (told := re.search(r"(?:os error|Errno) (\d+)", text)):
+        if self.files is not None and (told := re.search(r"(?:os error|Errno) (\d+)", text)):
             kind = StoreFull if int(told[1]) in FULL else StoreError
             return kind(f"{self.place}: {os.strerror(int(told[1]))}")
         status = re.search(r"status code: (\d{3})", text)
@@ -302,33 +231,13 @@ class Bucket:
         return StoreError(f"{self.place}: the answer is unusable ({answer})")
 
 
-_UNFINISHED: Final = re.compile(r"[0-9a-f]{16}(-[0-9a-f]+)?/([0-9a-f]{64}|namespace)#\d+")
-"""Files that obstore makes for an object of ours: it writes NAME#1, and then gives it its name."""
-
-
-def _can_link(path: Path) -> bool:
-    """Whether a file can be given its name only if there is none of that name. Of `path` a second name is tried."""
-    trial = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    try:
-        os.link(path, trial)
-        trial.unlink()
-    except OSError as error:
-        if error.errno in UNABLE:
-            logger.warning(
-                "file tier: the file system of %s has no hard links: of engines that store the same block at the same "
-                "time the last one wins", path.parent,
-            )  # fmt: skip
-            return False
-    return True
-
-
 def _version(told: Mapping[str, Any]) -> PackVersion:
     return {key: told[key] for key in ("e_tag", "version") if told[key] is not None}
 
 
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 _FULL: Final = re.compile(r"HTTP 507|Quota(Exceeded|Full)|StorageFull|InsufficientStorage|NoSpace")
-"""How servers say that a bucket's quota or their disks are full."""
+"""Answers of servers whose disks, or a bucket's quota, are full."""
 
 _CREDENTIALS: Final = re.compile(
     r"169\.254\.16\d\.\d+|metadata\.google|[Cc]redential provider|MissingAccountKey|login\."
@@ -365,9 +274,8 @@ def open_bucket(url: TierURL, *, for_tool: bool = False) -> Bucket:
             f"{place}: obstore does not take these options; check endpoint, region, path and ca_file"
         ) from None
     concurrency = int(url.options.get("concurrency", CONCURRENCY))
-    bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, folder=folder)
-    if folder is not None and not for_tool:
-        bucket.mark_uses(folder)
+    files = ObjectFiles(folder, marks_uses=not for_tool) if folder is not None else None
+    bucket = Bucket(store, place, timeout=timeout, concurrency=concurrency, files=files)
     try:
         bucket.each(lambda name: bucket.get(name, 0, 1), [_PROBED])
     except StoreRefused as refused:

@@ -48,7 +48,7 @@ class PackError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Which records one object holds: (offset in the object, length) by name, in the order of the object.
+    """Records of one object: (offset in the object, length) by name, in the order of the object.
 
     An object is: magic, format, number of entries, bytes of the table, xxh3-64 of all that and the table; the table,
     with each record's name after the group and its length; and the records, one after another.
@@ -88,7 +88,7 @@ def table_size(start: bytes | memoryview) -> tuple[int, int]:
 
 
 def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version: PackVersion) -> Pack:
-    """The table, which `start` holds in full. A truncated object has the records that are whole.
+    """Decode the table, which `start` holds in full. A truncated object has the records that are whole.
 
     Raises PackError.
     """
@@ -101,7 +101,8 @@ def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version
         raise PackError("its table does not match its checksum")
     group = name.partition("/")[0]
     records: dict[str, tuple[int, int]] = {}
-    at, offset = 0, end
+    at = 0
+    offset = end
     try:
         while at < len(table) and len(records) < count:
             name_bytes, length = _ENTRY.unpack_from(table, at)
@@ -188,7 +189,7 @@ class Span:
 
     @property
     def is_almost_all(self) -> bool:
-        """Whether the whole object may be read instead: it is known to end with the span and begin little before it.
+        """True if the whole object may be read instead: it is known to end with the span and begin little before it.
 
         Some servers copy the bytes of a range.
         """

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, takewhile
+from itertools import chain, compress, takewhile
 from operator import not_
 from typing import Final
 
 from kvpact.tiers.base import HEADER_BYTES, leading
 from kvpact.tiers.free_space import SLACK_SHARE, Unremovable
 from kvpact.tiers.objects import BACKEND
-from kvpact.tiers.objects.bucket import Bucket, ObjectChanged, Part, open_bucket
+from kvpact.tiers.objects.bucket import Bucket, ObjectBytes, ObjectChanged, open_bucket
 from kvpact.tiers.objects.packs import (
     Pack,
     PackError,
@@ -59,7 +59,7 @@ TRIES: Final = 8
 
 
 class ObjectStore(RecordStore):
-    """See `RecordStore` and `SupportsPacks`. The records of one call of `write_pack` become one object, named after the
+    """Records in packs of an object store. The records of one call of `write_pack` become one object, named after the
     first; those of `write` one object each, because no other record leads to them.
 
     A record inside a pack is found through the records before it, from a prompt's first: `locate` and `leading` read
@@ -82,21 +82,22 @@ class ObjectStore(RecordStore):
         return [name in found for name in names]
 
     def leading(self, names: Sequence[str]) -> int:
-        """See `SupportsPacks`."""
+        """Number of leading records that are there now; their packs count as used."""
         found = self._find(names)
         self._note_used(names, found)
         return leading([name in found for name in names])
 
     def _note_used(self, names: Sequence[str], found: Mapping[str, Pack]) -> None:
-        self.bucket.note_used([*dict.fromkeys(found[name].name for name in names if name in found)])
+        if self.bucket.files is not None:
+            self.bucket.files.note_used([*dict.fromkeys(found[name].name for name in names if name in found)])
 
     def locate(self, names: Sequence[str]) -> None:
-        """See `SupportsPacks`."""
+        """Read tables up to the first missing record; no request if the packs of all are remembered."""
         if len(self.memory.locate(names)) < len(names):
             self._find(names)
 
     def known(self, names: Sequence[str]) -> list[str]:
-        """See `SupportsPacks`."""
+        """Those of the records whose packs are remembered."""
         return [*self.memory.locate(names)]
 
     def _look(self, packs: Collection[str]) -> dict[str, Pack]:
@@ -158,8 +159,8 @@ class ObjectStore(RecordStore):
         self.memory.forget(name)
         return None if part is None else Pack(name, {}, part.version)
 
-    def _table_end(self, part: Part) -> int:
-        """The offset at which an object's table ends. Raises PackError if that is too large or beyond the object."""
+    def _table_end(self, part: ObjectBytes) -> int:
+        """Offset of the end of an object's table. Raises PackError if that is too large or beyond the object."""
         count, end = table_size(part.data)
         least = HEADER_BYTES if self.record_bytes else 0
         if end > FIRST_READ_BYTES and end + count * least > part.object_bytes:
@@ -217,7 +218,7 @@ class ObjectStore(RecordStore):
     # Writing
 
     def write(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        self.bucket.tidy()
+        self._tidy()
         wanted = dict(zip(names, records, strict=True))
         packs = {name: encode_pack({name: record}) for name, record in wanted.items()}
         stored = self.bucket.each(lambda name: self._create(name, packs[name]), list(packs))
@@ -225,13 +226,17 @@ class ObjectStore(RecordStore):
             self._join({name: wanted[name]})
 
     def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
-        """See `SupportsPacks`."""
-        self.bucket.tidy()
+        """Store records as one object, or in the object that has the first one's name already."""
+        self._tidy()
         waiting = dict(zip(names, records, strict=True))
         while waiting:
             [stored] = self.bucket.each(partial(self._create, data=encode_pack(waiting)), [next(iter(waiting))])
             for name in [*waiting] if stored else self._join(waiting):
                 del waiting[name]
+
+    def _tidy(self) -> None:
+        if self.bucket.files is not None:
+            self.bucket.files.tidy()
 
     def _create(self, name: str, data: bytes, replaced: PackVersion | None = None) -> bool:
         """Store a new object, or replace that version; False if there is another one of this name."""
@@ -311,7 +316,7 @@ class ObjectStore(RecordStore):
         return self._create(pack.name, encode_pack(records), pack.version)
 
     def remove(self, names: Sequence[str]) -> int:
-        """See `RecordStore`. Rewrites each pack without the removed records.
+        """Remove records, by rewriting each pack without them.
 
         A record whose pack is unknown costs a look at all packs of its group.
         """
@@ -351,14 +356,17 @@ class ObjectStore(RecordStore):
         return None if pack is None else pack.records[name][1]
 
     def make_room(self, nbytes: int) -> int:
-        """See `RecordStore`. Of objects that are files; in a bucket its lifecycle rules make room."""
+        """Evict objects that are files; a bucket's lifecycle rules make room there."""
+        files = self.bucket.files
+        if files is None:
+            return 0
         self._unremovable.forget()
-        gone = self.bucket.remove_abandoned()
-        unfinished = sum(size for size, _ in self.bucket.unfinished())
-        files = self.bucket.by_use()
+        gone = files.remove_abandoned()
+        unfinished = sum(size for size, _ in files.unfinished())
+        by_use = files.by_use(chain.from_iterable(self.bucket.pages()))
         evicted = 0
-        left = nbytes - sum(gone) + (unfinished + sum(size for _, size, _ in files)) // SLACK_SHARE
-        for _, size, name in files:
+        left = nbytes - sum(gone) + (unfinished + sum(size for _, size, _ in by_use)) // SLACK_SHARE
+        for _, size, name in by_use:
             if left > 0 and key_of(name):
                 try:
                     self.bucket.delete(name)
@@ -376,10 +384,11 @@ class ObjectStore(RecordStore):
         return StoreUsage()
 
     def unfinished(self) -> StoreUsage:
-        return StoreUsage(sum(size for size, _ in self.bucket.unfinished()))
+        files = self.bucket.files
+        return StoreUsage(sum(size for size, _ in files.unfinished()) if files is not None else 0)
 
     def lost(self) -> str:
-        return self.bucket.folder.lost() if self.bucket.folder is not None else ""
+        return self.bucket.files.folder.lost() if self.bucket.files is not None else ""
 
     def close(self) -> None:
         self.bucket.close()

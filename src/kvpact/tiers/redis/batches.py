@@ -106,8 +106,10 @@ class _Exchange:
     ) -> None:
         """Send the first commands."""
         self._connection = connection
-        self._unsent, self._unanswered = deque(indexes), deque[int]()
-        self._send, self._value_bytes = send, value_bytes
+        self._unsent = deque(indexes)
+        self._unanswered = deque[int]()
+        self._send = send
+        self._value_bytes = value_bytes
         self._coming = 0
         """Bytes of the values that were asked for and have not come."""
         self._ask()

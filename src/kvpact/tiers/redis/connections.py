@@ -51,7 +51,7 @@ class Moved(ErrorReply):
 
 
 class _Stream(io.RawIOBase):
-    """A socket of which every call ends at `deadline`."""
+    """Socket whose calls all end at `deadline`."""
 
     def __init__(self, socket: Any) -> None:
         self.socket = socket
@@ -88,7 +88,7 @@ class Connection:
         self._in = io.BufferedReader(self.stream, _RECEIVE_BYTES)
 
     def is_usable(self) -> bool:
-        """Whether nothing has arrived since the last use: data or an end means that the server closed it."""
+        """True if nothing has arrived since the last use: data or an end means that the server closed it."""
         poll = select.poll()
         poll.register(self.stream.socket, select.POLLIN)
         return not poll.poll(0)
@@ -128,7 +128,8 @@ class Connection:
 
     def _reply(self, *, lenient: bool, depth: int = 0) -> Reply:
         line = self._line()
-        kind, rest = line[:1], line[1:]
+        kind = line[:1]
+        rest = line[1:]
         if kind == b"$":
             return self._bulk(int(rest))
         if kind == b":":
@@ -207,7 +208,7 @@ class Credentials:
     key_file: str | None
     database: int
     looks_only: bool = False
-    """Whether reads must not count as use; Redis 7.2, Valkey and later allow that."""
+    """True if reads must not count as use; Redis 7.2, Valkey and later allow that."""
 
     def connect(self, address: Address, seconds: float) -> Connection:
         """A new connection, authenticated; reads the password file again each time.
@@ -260,7 +261,7 @@ class Credentials:
 
 
 def _answers_without_tls(address: Address, deadline: float) -> bool:
-    """Whether a server answers a PING in plain text; nothing secret is sent."""
+    """True if a server answers a PING in plain text; nothing secret is sent."""
     import redis
     from redis import RedisError
     from redis.exceptions import AuthenticationError, ResponseError

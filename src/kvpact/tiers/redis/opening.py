@@ -47,7 +47,8 @@ def open_redis(url: TierURL, *, for_tool: bool = False) -> RedisStore:
     if for_tool:
         expiry = None
     user, _, password = url.host.rpartition("@")[0].partition(":")
-    password_file, certificate = options.get("password_file", ""), (options.get("cert_file"), options.get("key_file"))
+    password_file = options.get("password_file", "")
+    certificate = (options.get("cert_file"), options.get("key_file"))
     access = Credentials(
         unquote(user), unquote(password), password_file, tls, url.ca_file(), *certificate, int(database)
     )

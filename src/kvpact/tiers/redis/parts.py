@@ -77,7 +77,8 @@ def without_missing(
 ) -> Collection[int]:
     """The records without a part in what `missing` returns. It gets a few parts of each record first, then more."""
     left = dict(heads)
-    first, count = 0, _FIRST_PARTS
+    first = 0
+    count = _FIRST_PARTS
     while parts := [
         head.part(record, keys[record], number)
         for record, head in left.items()
@@ -85,7 +86,8 @@ def without_missing(
     ]:  # fmt: skip
         for record in missing(parts):
             left.pop(record, None)
-        first, count = first + count, 4 * count
+        first += count
+        count *= 4
     return left.keys()
 
 

@@ -1,4 +1,4 @@
-"""Which Redis server has a key: the only one, the master that Sentinels name, or one of a Cluster's.
+"""Map from a key to its Redis server: the only one, the master that Sentinels name, or one of a Cluster's.
 
 Owns this knowledge and how it is obtained. Never moves data between servers.
 """
@@ -18,7 +18,7 @@ _SLOTS: Final = 16384
 
 
 class Servers(ABC):
-    """Which server has a key. A failed call drops this knowledge, and the next call asks again."""
+    """Map from a key to its server. A failed call drops it, and the next call asks again."""
 
     @abstractmethod
     def of(self, key: bytes, deadline: float) -> Address:
@@ -29,7 +29,7 @@ class Servers(ABC):
         return [self.of(b"", deadline)]
 
     def forget(self) -> None:
-        """Drop this knowledge, which may be wrong."""
+        """Drop the map, which may be wrong."""
 
 
 class OneServer(Servers):
@@ -41,7 +41,7 @@ class OneServer(Servers):
 
 
 class _SeedNodes:
-    """Servers that know the others' addresses; one that hangs takes only its share of the time."""
+    """Servers that know the others' addresses; one that does not answer takes only its share of the time."""
 
     def __init__(self, pool: Pool, addresses: Sequence[Address]) -> None:
         self._pool = pool

@@ -25,7 +25,7 @@ _PREFIX: Final = b"kvpact:"
 
 
 class RedisStore(RecordStore):
-    """See `RecordStore`. Keys are `kvpact:<name>`, values are records; those larger than `part_bytes` are split.
+    """Records in Redis. Keys are `kvpact:<name>`, values are records; those larger than `part_bytes` are split.
 
     With `expiry` a record expires this many seconds after its last write or read. A record that the server evicted or
     that lost one of its parts is not there. Each call ends at most `timeout` seconds after it began.

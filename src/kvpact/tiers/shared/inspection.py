@@ -1,4 +1,4 @@
-"""What a shared store holds and whether it is sound: for tools and people, beside running engines.
+"""Content and damage of a shared store: for tools and people, beside running engines.
 
 Owns reports and the removal of named records. Knows no engine, so it accepts records of any namespace and length.
 """
@@ -40,7 +40,7 @@ class GroupSummary:
 
     @property
     def sealed(self) -> bool:
-        """Whether the records carry a seal, which only engines with its key can check."""
+        """True if the records carry a seal, which only engines with its key can check."""
         return "-" in self.group
 
 
@@ -74,7 +74,8 @@ def summarize(store: RecordStore) -> list[GroupSummary]:
 
 
 def _summary(store: RecordStore, group: str, blocks: Sequence[StoredRecord]) -> GroupSummary:
-    now, written = time.time(), []
+    now = time.time()
+    written = []
     for _, raw in headers_of(store, [record.name for record in blocks]):
         with suppress(RecordError):
             # The checksum of a sealed record still shows damage; its writer does not matter here.
@@ -139,7 +140,8 @@ def _wrong(store: RecordStore, name: str, raw: bytes, seal: RecordMac) -> str:
     size = store.size(name)
     if header.length > _MAX_LENGTH or (size is not None and size < HEADER_BYTES + header.length):
         return f"a payload of {header.length} bytes in a record of {size}, or replaced meanwhile"
-    again, payload = bytearray(HEADER_BYTES), bytearray(header.length)
+    again = bytearray(HEADER_BYTES)
+    payload = bytearray(header.length)
     if store.read([name], [[memoryview(again), memoryview(payload)]]) != [True]:
         return "cut short, or replaced meanwhile"
     if again != raw:

@@ -1,4 +1,4 @@
-"""Which engines' records in a shared store are wrong: each that found it out has left a mark there.
+"""Runs whose records in a shared store are invalid: each engine that found its own to be so has left a mark there.
 
 Owns the marks' names, and how long an answer about them is believed.
 """
@@ -14,7 +14,7 @@ from kvpact.tiers.record import new_run
 from kvpact.tiers.shared.store import RecordStore
 
 BELIEVED_SECONDS: Final = 10.0
-"""For how long a run without a mark is not asked about again."""
+"""Seconds for which a run without a mark is not asked about again."""
 
 
 class RefutedRuns:
@@ -22,7 +22,8 @@ class RefutedRuns:
 
     def __init__(self, store: RecordStore, group: str) -> None:
         self.own = new_run()
-        self._store, self._group = store, group
+        self._store = store
+        self._group = group
         self._refuted: set[bytes] = set()
         self._asked: dict[bytes, float] = {self.own: inf}
         """When there was no mark of a run."""
@@ -42,7 +43,7 @@ class RefutedRuns:
             self._asked.update(dict.fromkeys(unsure, time.monotonic()))
 
     def __contains__(self, run: object) -> bool:
-        """Whether a run is known to have a mark."""
+        """True if a run is known to have a mark."""
         return run in self._refuted
 
     def _name(self, run: bytes) -> str:

@@ -49,7 +49,7 @@ class StoredRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """How full a store is, in bytes; 0 where unknown."""
+    """Usage and capacity of a store in bytes; 0 where unknown."""
 
     used_bytes: int = 0
     capacity_bytes: int = 0
@@ -77,11 +77,11 @@ class RecordStore(ABC):
     """
 
     tears_reads: bool = False
-    """Whether a record that is removed during its read may arrive in part, or as another record in its place."""
+    """True if a record that is removed during its read may arrive in part, or as another record in its place."""
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Whether each record is there in full. One round trip for a batch if the store allows it."""
+        """True for each record that is there in full. One round trip for a batch if the store allows it."""
 
     @abstractmethod
     def read(self, names: Sequence[str], buffers: Sequence[RecordBuffer]) -> list[bool]:
@@ -99,7 +99,7 @@ class RecordStore(ABC):
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> int:
-        """Remove records; returns how many were there."""
+        """Remove records; returns the number that were there."""
 
     @abstractmethod
     def heads(self, names: Sequence[str]) -> list[bytes | None]:
@@ -108,7 +108,7 @@ class RecordStore(ABC):
     def names(self, group: str = "") -> Iterator[StoredRecord]:
         """Every record of a group, or of all, in no order. A store that cannot list overrides `size`, and no tool looks
         into it."""
-        raise StoreError(f"{self.place} has no list of what is there")
+        raise StoreError(f"{self.place} cannot list its records")
 
     def clear(self, group: str) -> None:
         """Remove every record of a group."""
@@ -131,7 +131,7 @@ class RecordStore(ABC):
         """The store's address for messages, without credentials: "redis://cache:6379/0"."""
 
     def usage(self) -> StoreUsage:
-        """How full it is; by default unknown."""
+        """Usage; by default unknown."""
         return StoreUsage()
 
     def unfinished(self) -> StoreUsage:
@@ -139,7 +139,7 @@ class RecordStore(ABC):
         return StoreUsage()
 
     def lost(self) -> str:
-        """See `Tier`: by default nothing that is open can be taken away."""
+        """Reason why the open store is not at its place any more, as in `Tier`; by default it cannot be taken away."""
         return ""
 
     def close(self) -> None:  # a store without connections has none to close
@@ -155,13 +155,13 @@ class SupportsPacks(Protocol):
     """
 
     def leading(self, names: Sequence[str]) -> int:
-        """How many of the records, from the first on, are there now."""
+        """Number of the records, from the first on, that are there now."""
 
     def locate(self, names: Sequence[str]) -> None:
         """Find out where the records are, up to the first that is missing, unless the place of all is known."""
 
     def known(self, names: Sequence[str]) -> list[str]:
-        """Which of the records the store knows the place of, without a look."""
+        """Those of the records whose place the store knows, without a look."""
 
     def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         """Store records of blocks that follow one another, together; one that exists may stay as it is."""
@@ -194,7 +194,8 @@ def headers_of(store: RecordStore, names: Sequence[str]) -> Iterator[tuple[str, 
 
 def remove_all(store: RecordStore, names: Iterable[str]) -> int:
     """Remove any number of records; returns how many were there. Raises StoreError."""
-    left, removed = iter(names), 0
+    left = iter(names)
+    removed = 0
     while batch := list(islice(left, _BATCH)):
         removed += store.remove(batch)
     return removed

@@ -68,7 +68,7 @@ USAGE_SECONDS: Final = 30.0
 
 
 class SharedTier(Tier):
-    """See `Tier`. Blocks in a `RecordStore`, verified one by one; every call may wait for the store.
+    """Blocks in a `RecordStore`, verified one by one; every call may wait for the store.
 
     Other engines store, evict and delete here, so only the store knows what it holds: a hole is a miss, and `delete`
     drops only the named blocks; a prompt's blocks after them are not found until they are stored again.
@@ -95,7 +95,8 @@ class SharedTier(Tier):
         self._usage = StoreUsage()
         self._usage_at = float("-inf")
         self._described = False
-        self._full_at, self._in_vain = float("-inf"), False
+        self._full_at = float("-inf")
+        self._in_vain = False
         self._uses = UseCount(store.close)
 
     # Lookups and reads
@@ -104,7 +105,7 @@ class SharedTier(Tier):
         return self._ask(self.store.exists, keys, [False] * len(keys))
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
-        """See `SupportsPrefix`."""
+        """Number of leading `keys` that the store has: one request where it keeps packs."""
         return leading(self.lookup(keys)) if self._packs is None else self._ask(self._packs.leading, keys, 0)
 
     put_start = leading
@@ -118,7 +119,7 @@ class SharedTier(Tier):
         return otherwise
 
     def locate(self, keys: Sequence[BlockKey]) -> None:
-        """See `SupportsLocate`. The store is asked when this thread reads or writes the last of these blocks."""
+        """Name a prompt's blocks; the store is asked when this thread reads or writes the last of them."""
         if self._packs is not None:
             self._prompt.names = self._names(keys)
 
@@ -131,16 +132,16 @@ class SharedTier(Tier):
             wanted = self._readable(keys) if running and keys else ()
             for first, end in groups_of([buffers[at] for at in wanted]):
                 part = wanted[first:end]
-                sound = list(self._read([keys[at] for at in part], [buffers[at] for at in part]))
-                for at, is_sound in zip(part, sound, strict=False):
-                    arrived[at] = is_sound
+                valid = list(self._read([keys[at] for at in part], [buffers[at] for at in part]))
+                for at, is_valid in zip(part, valid, strict=False):
+                    arrived[at] = is_valid
                 more = on_progress is None or on_progress(leading(arrived))
-                if len(sound) < len(part) or not more:
+                if len(valid) < len(part) or not more:
                     break
         return arrived
 
     def _readable(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """Which of these blocks to read: of a prompt's those whose place is known, of others all."""
+        """Blocks to read: of a prompt's those whose place is known, of others all."""
         if self._packs is not None:
             names = self._names(keys)
             if (prompt := self._prompt.take(names)) is not None:
@@ -150,7 +151,7 @@ class SharedTier(Tier):
         return range(len(keys))
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> Iterator[bool]:
-        """Read block `keys[i]` into `buffers[i]`, all at once; then say of each whether it is there and sound.
+        """Read block `keys[i]` into `buffers[i]`, all at once; then say of each whether it is there and valid.
 
         Ends at once if the store fails.
         """
@@ -169,7 +170,7 @@ class SharedTier(Tier):
         blocks = list(zip(found, keys, names, headers, buffers, strict=False))
         self._end_unread({name: (key, bytes_of(buffer)) for there, key, name, _, buffer in blocks if not there})
         for there, key, name, header, buffer in blocks:
-            yield there and self._is_sound(key, name, header, buffer)
+            yield there and self._is_valid(key, name, header, buffer)
 
     # Checks
 
@@ -184,8 +185,8 @@ class SharedTier(Tier):
             refuted=self._refuted,
         )
 
-    def _is_sound(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
-        """Whether a record that was read may be served. If not it is removed."""
+    def _is_valid(self, key: BlockKey, name: str, header: bytearray, buffer: BlockBuffer) -> bool:
+        """True if a record that was read may be served. If not it is removed."""
         reason = self._wrong(key, header, buffer)
         if reason and self.store.tears_reads:  # perhaps it was replaced during the read
             there = False
@@ -312,8 +313,10 @@ class SharedTier(Tier):
         except StoreFull as full:
             if (self._in_vain and not late) or not self.store.make_room(nbytes):
                 raise
-            self._full_at, self._in_vain, late = time.monotonic(), True, False
-            self._accounts.note_failed("room", f"{full}; what was used least recently goes")
+            self._full_at = time.monotonic()
+            self._in_vain = True
+            late = False
+            self._accounts.note_failed("room", f"{full}; the least recently used blocks are evicted")
             write()
         self._in_vain = False
         if late:
@@ -372,7 +375,7 @@ class SharedTier(Tier):
         return replace(self._accounts.counts, evicted=self.store.evicted)
 
     def scan(self) -> Iterator[RecordHeader]:
-        """See `SupportsScan`."""
+        """The header of every valid record of this namespace, in the order of the listing."""
         with self._uses.one() as running, self._noting("read"):
             names = [record.name for record in self.store.names(self._group) if key_of(record.name)] if running else []
             for name, raw in headers_of(self.store, names):
@@ -420,7 +423,8 @@ class _Prompt(threading.local):
 
     def take(self, names: Sequence[str]) -> Sequence[str] | None:
         """The prompt's names up to the last of these, if they are its last ones. Forgets them."""
-        prompt, self.names = self.names, ()
+        prompt = self.names
+        self.names = ()
         return prompt if prompt and prompt[-len(names) :] == names else None
 
 

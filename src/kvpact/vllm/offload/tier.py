@@ -26,8 +26,8 @@ from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.offload.counts import TierStats, metric_definitions
-from kvpact.vllm.offload.jobs import TierJobs
 from kvpact.vllm.offload.settings import engine_of, offload_namespace, refuse_unnameable, tier_settings
+from kvpact.vllm.offload.tier_jobs import TierJobs
 
 logger = logging.getLogger(__name__)
 

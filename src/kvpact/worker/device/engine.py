@@ -39,7 +39,7 @@ POLL_SECONDS: Final = 0.0002
 
 
 @dataclass(slots=True, eq=False)
-class Queue:
+class CopyQueue:
     """Transfers of one kind."""
 
     stream: Stream
@@ -59,7 +59,7 @@ class DeviceTransfer:
 
     job: Job
     engine: DeviceTransferEngine = field(repr=False)
-    queue: Queue = field(repr=False)
+    queue: CopyQueue = field(repr=False)
     stream: Stream = field(repr=False)
     has_ended: bool = False
     failed: Sequence[int] = ()
@@ -127,9 +127,9 @@ class DeviceTransferEngine:
         """What checks jobs, from when the trial of the copies is over."""
         self._runs = JobRuns(paged, segment, pinned_bytes)
         self.groups = _groups_of(paged)
-        self._awaited = Queue(device.create_stream(), device.load)
-        self._loads = Queue(device.create_stream(), device.load)
-        self._saves = Queue(device.create_stream(), device.save, in_order=True)
+        self._awaited = CopyQueue(device.create_stream(), device.load)
+        self._loads = CopyQueue(device.create_stream(), device.load)
+        self._saves = CopyQueue(device.create_stream(), device.save, in_order=True)
         self._short_loads = device.create_stream()
         self._closing = False
         self.error: Exception | None = None
@@ -201,7 +201,7 @@ class DeviceTransferEngine:
                 self._lose(error)
             return error
 
-    def _opened(self, job: Job, queue: Queue, fence: Event | Exception) -> DeviceTransfer:
+    def _opened(self, job: Job, queue: CopyQueue, fence: Event | Exception) -> DeviceTransfer:
         transfer = DeviceTransfer(job, self, queue, queue.stream)
         queue.open.append(transfer)
         if isinstance(fence, Exception) or self._closing:
@@ -230,7 +230,10 @@ class DeviceTransferEngine:
         return min(waiting, key=self._entries_left)
 
     def _submit_up_to(
-        self, queue: Queue, entries: int | None, choose: Callable[[Sequence[DeviceTransfer]], DeviceTransfer] = _oldest
+        self,
+        queue: CopyQueue,
+        entries: int | None,
+        choose: Callable[[Sequence[DeviceTransfer]], DeviceTransfer] = _oldest,
     ) -> int:
         """Give the device about so many copies that wait, or all (None), of the transfers chosen one after the other.
 
@@ -390,7 +393,7 @@ class DeviceTransferEngine:
                 transfer.fail(error)
             self._end(queue)
 
-    def _end(self, queue: Queue) -> None:
+    def _end(self, queue: CopyQueue) -> None:
         """Transfers of which nothing is being copied end; those that end in order, up to the first one of which
         something is."""
         for transfer in [*queue.open]:

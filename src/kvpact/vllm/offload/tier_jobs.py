@@ -114,9 +114,9 @@ class TierJobs:
         if answers.refuted.added_since(name, now - REFUTED_SECONDS):
             return False
         believed_since = now - ASK_AGAIN_SECONDS if client.shared else since
-        if client.may_read and answers.held.added_since(name, believed_since):
+        if client.health.may_read and answers.held.added_since(name, believed_since):
             return True
-        if client.is_open:
+        if client.health.is_paused:
             client.probe((name,), now)
             return False
         if answers.absent.added_since(name, since) or now >= since + self._patience:
