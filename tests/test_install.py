@@ -208,14 +208,12 @@ def test_a_gpu_is_examined_where_there_is_an_engine(bare_python: Path) -> None:
 
 
 def test_every_other_command_works_without_an_engine(bare_python: Path, tmp_path: Path) -> None:
-    (tmp_path / "stats.json").write_text("{}")
     for arguments in (
         "--version",
         "config --memory 1GiB --tier disk:///a?capacity=1GiB",
         f"inspect {tmp_path}",
         f"verify {tmp_path} --json",
         f"tiers disk://{tmp_path}/slabs?capacity=1GiB",
-        f"why {tmp_path}/stats.json",
         *(f"{name} --help" for name in COMMANDS),
     ):
         result = bare_kvpact(bare_python, *arguments.split())

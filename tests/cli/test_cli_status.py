@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.cache.status import status_of
+from kvpact.cache.status import CHANGES, status_of
 from kvpact.cache.status_socket import StatusSocket, answers
-from kvpact.cli.status import CHANGES
 from kvpact.memory.arena import Standing
 from kvpact.metrics import MissReason, UnmadeCheck
 from kvpact_command import kvpact, own_sockets, refusal
@@ -132,6 +131,19 @@ def test_a_page_says_in_ten_lines_whether_it_helps(serve: Callable[[str], str]) 
     assert lines[5] == "prefill spared  12.5 s"
     assert lines[6].startswith("lookups         6 of 10 lookups hit; most misses (4 no_room) because")
     assert lines[-1] == "to change       raise `memory`: it has no room for what tiers hold"
+
+
+@pytest.mark.usefixtures("engine")
+def test_the_json_lists_leases_on_demand_and_no_request() -> None:
+    (short,) = json.loads(kvpact("status", "--json").stdout)["engines"]
+    (full,) = json.loads(kvpact("status", "--json", "--leases").stdout)["engines"]
+    assert full.keys() - short.keys() == {"leases"}
+    assert "records" not in full
+
+
+def test_the_removed_forms_are_refused_in_one_line(tmp_path: Path) -> None:
+    assert "No such option: --stats" in kvpact("tiers", "--stats", tmp_path / "stats.json").stderr
+    assert "no engine answers in" in refusal("why", tmp_path / "stats.json")
 
 
 def test_the_json_has_base_units(serve: Callable[[str], str]) -> None:

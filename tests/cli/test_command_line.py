@@ -121,7 +121,7 @@ def test_help_shows_whole_summaries_at_80_columns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "80")
     shown = kvpact("--help").stdout
     assert "..." not in shown.partition("Commands:")[2]
-    assert "with --stats also as a running engine sees them." in " ".join(shown.split())
+    assert "Without any, show those of this user's running engines." in " ".join(shown.split())
 
 
 def commands() -> list[str]:

@@ -7,8 +7,8 @@ nothing here waits, and nothing is changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
-from typing import Final
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, Final
 
 import msgspec
 
@@ -17,10 +17,33 @@ from kvpact.cache.cache import PactCache
 from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
 from kvpact.memory.arena import Standing
-from kvpact.metrics import MEMORY, Metrics, Snapshot, StartVerdict, series, tiers_in
+from kvpact.metrics import MEMORY, Metrics, MissReason, Snapshot, StartVerdict, lost_blocks, series, tiers_in
+from kvpact.units import format_age
 
 VERSION: Final = 1
 """The document's; it grows when a field gets another meaning or goes."""
+
+FEW: Final = 10
+"""Lookups below which it says nothing yet that all of them miss."""
+
+CHANGES: Final = {
+    MissReason.NOT_STORED: "nothing",
+    MissReason.TOO_SHORT: "nothing, or lower `min_match_blocks`: most prompts, or what is held of them, are too short",
+    MissReason.UNKNOWN_IDENTITY: "see docs/request-identity.md: what most requests bring has no name by content",
+    MissReason.DISABLED: "read the engine's log, which says why the cache is off",
+    MissReason.MUST_COMPUTE: "nothing",
+    MissReason.UNALIGNED: "nothing",
+    MissReason.FAILED_BEFORE: "read the engine's log: loads fail",
+    MissReason.NO_ROOM: "raise `memory`: it has no room for what tiers hold",
+    MissReason.DEADLINE: "use a faster tier, or a longer `prepare_deadline`",
+    MissReason.RECOMPUTE_FASTER: "nothing, or put a faster tier in front",
+    MissReason.CROWDED: "give the engine more memory for KV, or fewer requests at once",
+    MissReason.ASKED_AT_STEP: "nothing",
+    MissReason.OVERDUE: "read the engine's log: copies do not end",
+    MissReason.TIER_DOWN: "read the engine's log: a tier was down",
+    MissReason.NOT_DELIVERED: "read the engine's log: a tier does not deliver what it holds",
+}
+"""What to do about the most frequent miss."""
 
 
 class TierState(msgspec.Struct):
@@ -81,9 +104,52 @@ class EngineStatus(msgspec.Struct, kw_only=True):
             raise DataError(f"no status of an engine: {error}") from None
         raise DataError(f"version {version} of the status, not {VERSION}: the engine runs another release of kvpact")
 
+    def count(self, name: str, tier: str = "") -> int:
+        """A count of the engine, or of one tier; 0 if its release of kvpact does not have it."""
+        return int(self.metrics.get(series(name, tier) if tier else name, 0))
+
+    def tokens_by_source(self) -> dict[str, int]:
+        """Prompt tokens that were not computed, by the engine's own cache, memory and each tier."""
+        by_tier = {tier: self.count("used_tokens_from", tier) for tier in (MEMORY, *(each.name for each in self.tiers))}
+        return {"engine": self.prompts.engine_tokens} | by_tier
+
+    def to_change(self) -> str:
+        """The one thing to change."""
+        if self.verdict.unserved:
+            return self.verdict.unserved
+        missed, reason = max((self.metrics.get(series("misses", reason), 0), reason) for reason in MissReason)
+        lookups = self.count("lookups")
+        for tier in self.tiers:
+            if tier.trouble:
+                ago = f" for {format_age(tier.doubted_for)}" if tier.doubted_for else ""
+                return f"bring back {tier.name}, which is down{ago}: {tier.trouble}"
+            if self.count("dropped_writes", tier.name) > self.count("written_blocks", tier.name):
+                return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
+        if not lookups + self.count("spared_lookups"):
+            return "nothing yet: no prompt was looked up"
+        if not missed or missed * 10 < lookups:
+            return "nothing"
+        if reason is MissReason.NOT_STORED and lookups < FEW and missed == lookups:
+            return "nothing yet: new prompts miss, ask one again"
+        if reason is MissReason.NOT_STORED and lost_blocks(self.metrics) * 2 > self.count("saved_blocks"):
+            return "raise `memory`, or add a larger tier: most of what was saved is held nowhere now"
+        return CHANGES[reason]
+
 
 class _Versioned(msgspec.Struct):
     version: int
+
+
+def status_document(engines: Iterable[EngineStatus], *, leases: bool = False) -> dict[str, Any]:
+    """The JSON that `kvpact status --json` prints and `stats_file` holds: tokens, seconds, bytes and blocks."""
+    left_out = {"records"} if leases else {"records", "leases"}
+    return {
+        "engines": [
+            {name: value for name, value in msgspec.to_builtins(each).items() if name not in left_out}
+            | {"tokens_by_source": each.tokens_by_source(), "to_change": each.to_change()}
+            for each in engines
+        ]
+    }
 
 
 def troubles_in(metrics: Mapping[str, float], down: Container[str]) -> dict[str, str]:

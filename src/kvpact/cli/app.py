@@ -314,13 +314,10 @@ def tiers(
     urls: Annotated[
         list[str] | None, typer.Argument(metavar="[URL]...", help="By default the configured ones.")
     ] = None,
-    stats: Annotated[
-        Path | None, typer.Option("--stats", metavar="FILE", help="A running engine's stats_file.")
-    ] = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show how tiers are: health, latency, bytes; with --stats also as a running engine sees them.
+    """Probe the tiers: health, lookup latency, bytes. Without any, show those of this user's running engines.
 
     Exit code 1 if a tier does not work.
     """
@@ -329,7 +326,7 @@ def tiers(
     from kvpact.config import load_config
 
     configured = load_config(chosen_settings(None, urls), os.environ, config, extra_source=COMMAND_LINE)
-    if not show_tiers(configured.tiers, stats or configured.stats_file, as_json=json):
+    if not show_tiers(configured.tiers, as_json=json):
         raise typer.Exit(1)
 
 
@@ -353,23 +350,18 @@ def status(
 
 @app.command()
 def why(
-    what: Annotated[
-        str | None, typer.Argument(metavar="[ID|FILE]", help="An answer's id, or a stats_file.", show_default=False)
+    response: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A response's id, such as cmpl-1234.", show_default=False)
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Say what became of a request, block by block, by the id of its answer; without one, of the last 20.
+    """Explain what the cache did for a request, by its response's id; without an id, list the last 20.
 
-    Of engines of this user on this machine. Of an engine's stats_file: how many look-ups hit, and why others did not.
+    Asks the engines of this user on this machine.
     """
-    if what is not None and ("/" in what or Path(what).exists()):
-        from kvpact.cli.stores import explain
+    from kvpact.cli.status import show_requests
 
-        typer.echo(explain(Path(what)))
-    else:
-        from kvpact.cli.status import show_requests
-
-        show_requests(what, as_json=json)
+    show_requests(response, as_json=json)
 
 
 @app.command()

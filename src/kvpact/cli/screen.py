@@ -102,11 +102,3 @@ def progress(*columns: ProgressColumn) -> Progress:
 def print_json(document: dict[str, object]) -> None:
     """One JSON document on standard output, in ASCII, with DEL escaped too, which JSON lets through."""
     print(json.dumps(document, indent=2, default=str).replace("\x7f", "\\u007f"))
-
-
-def age(seconds: float) -> str:
-    """A time for a person to read."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -14,11 +14,11 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kvpact.cli.screen import BAD, age, bad, busy, console, print_json, progress, table
+from kvpact.cli.screen import BAD, bad, busy, console, print_json, progress, table
 from kvpact.errors import TierError, printable
 from kvpact.tiers.disk.inspection import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
-from kvpact.units import format_size
+from kvpact.units import format_age, format_size
 
 RECORDS_SHOWN: Final = 20
 """Damaged records listed for a person; `--json` lists all."""
@@ -37,7 +37,7 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
         return
     rows = table(["slab", "model", "state"], ["blocks", "of", "bytes", "file", "newest", "oldest"])
     for slab in slabs:
-        ages = (age(slab.newest_age), age(slab.oldest_age)) if slab.blocks else ("", "")
+        ages = (format_age(slab.newest_age), format_age(slab.oldest_age)) if slab.blocks else ("", "")
         rows.add_row(
             slab.path.stem,
             model_of(slab.fields),

@@ -9,28 +9,19 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from textwrap import wrap
-from typing import Any, Final
+from typing import Final
 from urllib.request import urlopen
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.records import Prompts, RequestRecord
-from kvpact.cache.status import EngineStatus, TierState, troubles_in
+from kvpact.cache.status import EngineStatus, TierState, status_document, troubles_in
 from kvpact.cache.status_socket import NO_PLACE, answers, places
-from kvpact.cli.screen import age, console, print_json, table
+from kvpact.cli.screen import console, print_json, table
 from kvpact.errors import DataError, KvpactError, printable, reason_of
-from kvpact.metrics import (
-    MEMORY,
-    MISS_HINTS,
-    PREFIX,
-    Metrics,
-    MissReason,
-    UnmadeCheck,
-    explain_misses,
-    lost_blocks,
-    series,
-)
+from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, UnmadeCheck, explain_misses, series
+from kvpact.units import format_age
 
 WIDTH: Final = 80
 LABEL: Final = 16
@@ -39,33 +30,11 @@ LABEL: Final = 16
 SHOWN: Final = 20
 """Requests that `kvpact why` lists without an id."""
 
-FEW: Final = 10
-"""Look-ups that say nothing yet if all of them miss."""
-
 BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
 ALWAYS_THERE: Final = {"vllm:num_requests_running", "vllm:prefix_cache_hits_total"}
 """What a page of vLLM has, unless the server keeps no statistics."""
 
 PAGE_SECONDS: Final = 10.0
-
-CHANGES: Final = {
-    MissReason.NOT_STORED: "nothing",
-    MissReason.TOO_SHORT: "nothing, or lower `min_match_blocks`: most prompts, or what is held of them, are too short",
-    MissReason.UNKNOWN_IDENTITY: "see docs/request-identity.md: what most requests bring has no name by content",
-    MissReason.DISABLED: "read the engine's log, which says why the cache is off",
-    MissReason.MUST_COMPUTE: "nothing",
-    MissReason.UNALIGNED: "nothing",
-    MissReason.FAILED_BEFORE: "read the engine's log: loads fail",
-    MissReason.NO_ROOM: "raise `memory`: it has no room for what tiers hold",
-    MissReason.DEADLINE: "use a faster tier, or a longer `prepare_deadline`",
-    MissReason.RECOMPUTE_FASTER: "nothing, or put a faster tier in front",
-    MissReason.CROWDED: "give the engine more memory for KV, or fewer requests at once",
-    MissReason.ASKED_AT_STEP: "nothing",
-    MissReason.OVERDUE: "read the engine's log: copies do not end",
-    MissReason.TIER_DOWN: "read the engine's log: a tier was down",
-    MissReason.NOT_DELIVERED: "read the engine's log: a tier does not deliver what it holds",
-}
-"""What to do about the most frequent miss."""
 
 
 UNMADE = {
@@ -81,12 +50,13 @@ def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
         raise KvpactError("a metrics page lists no leases; leave the address out, on the engine's machine")
     engines = [_read_page(url)] if url else _engines()
     if as_json:
-        print_json({"engines": [_document(each, leases=leases) for each in engines]})
+        print_json(status_document(engines, leases=leases))
     else:
         for each in engines:
             _print_lines(f"{each.model}, process {each.pid}" if each.pid else each.model, _lines_of(each))
             for lease in each.leases if leases else ():
-                console().print(f"{lease.request_id}: {lease.state}, {lease.tokens:,} tokens for {age(lease.seconds)}")
+                held_for = format_age(lease.seconds)
+                console().print(f"{lease.request_id}: {lease.state}, {lease.tokens:,} tokens for {held_for}")
     return not any(tier.trouble for each in engines for tier in each.tiers)
 
 
@@ -137,47 +107,6 @@ def _engines() -> list[EngineStatus]:
     return found
 
 
-def _document(engine: EngineStatus, *, leases: bool) -> dict[str, Any]:
-    """An engine's status in base units; numbers of tokens, seconds, bytes, blocks."""
-    told: dict[str, Any] = msgspec.to_builtins(engine)
-    told = {name: value for name, value in told.items() if name != "records" and (leases or name != "leases")}
-    return told | {"tokens_by_source": _sources(engine), "to_change": _advice(engine)}
-
-
-def _of(engine: EngineStatus, name: str, tier: str = "") -> int:
-    """A count; 0 if this release of kvpact does not have it."""
-    return int(engine.metrics.get(f'{name}{{tier="{tier}"}}' if tier else name, 0))
-
-
-def _sources(engine: EngineStatus) -> dict[str, int]:
-    """Tokens that were not computed, by what had them."""
-    by_tier = {tier: _of(engine, "used_tokens_from", tier) for tier in (MEMORY, *(each.name for each in engine.tiers))}
-    return {"engine": engine.prompts.engine_tokens} | by_tier
-
-
-def _advice(engine: EngineStatus) -> str:
-    """The one thing to change."""
-    if engine.verdict.unserved:
-        return engine.verdict.unserved
-    missed, reason = max((engine.metrics.get(series("misses", reason), 0), reason) for reason in MissReason)
-    lookups = _of(engine, "lookups")
-    for tier in engine.tiers:
-        if tier.trouble:
-            ago = f" for {age(tier.doubted_for)}" if tier.doubted_for else ""
-            return f"bring back {tier.name}, which is down{ago}: {tier.trouble}"
-        if _of(engine, "dropped_writes", tier.name) > _of(engine, "written_blocks", tier.name):
-            return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
-    if not lookups + _of(engine, "spared_lookups"):
-        return "nothing yet: no prompt was looked up"
-    if not missed or missed * 10 < lookups:
-        return "nothing"
-    if reason is MissReason.NOT_STORED and lookups < FEW and missed == lookups:
-        return "nothing yet: new prompts miss, ask one again"
-    if reason is MissReason.NOT_STORED and lost_blocks(engine.metrics) * 2 > _of(engine, "saved_blocks"):
-        return "raise `memory`, or add a larger tier: most of what was saved is held nowhere now"
-    return CHANGES[reason]
-
-
 def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     yield from (("start", note) for note in engine.verdict.notes)
     if engine.verdict.unserved:
@@ -187,17 +116,17 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     share = "{:6.1%}".format if whole else (lambda _: "     -")
     yield "not computed", f"{share(spared / max(1, whole))} {spared:,} of {whole:,} prompt tokens"
     tiers = {tier.name: tier for tier in engine.tiers}
-    for source, tokens in _sources(engine).items():
-        held, room = _of(engine, "held_blocks", source), _of(engine, "capacity_blocks", source)
+    for source, tokens in engine.tokens_by_source().items():
+        held, room = engine.count("held_blocks", source), engine.count("capacity_blocks", source)
         text = f"{share(tokens / max(1, whole))}" + (f", {held / room:.0%} of {room:,} blocks full" if room else "")
         for name, word in (("tier_failures", "failures"), ("dropped_writes", "writes dropped")):
-            text += f", {count:,} {word}" if (count := _of(engine, name, source)) else ""
+            text += f", {count:,} {word}" if (count := engine.count(name, source)) else ""
         tier = tiers.get(source, TierState(source))
         text += f", {tier.complaint}" if tier.complaint else ""
         if source in tiers and series("tier_up", source) not in engine.metrics:
             text += ", not asked yet"
         yield f" by {source}", text + (", DOWN" if tier.trouble else "")
-    if _of(engine, "unproven_copies"):
+    if engine.count("unproven_copies"):
         counts = {reason: int(engine.metrics.get(series("unmade_checks", reason), 0)) for reason in UNMADE}
         unmade = "; ".join(UNMADE[reason].format(count) for reason, count in counts.items() if count)
         yield "copies", f"each is still checked, so tiers get nothing{'; ' + unmade if unmade else ''}"
@@ -205,7 +134,7 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     is_known = seconds or engine.metrics.get("prefill_speed") or not engine.prompts.used_tokens
     yield "prefill spared", f"{seconds:,.1f} s" if is_known else "unknown until a prompt was computed"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})
-    yield "to change", _advice(engine)
+    yield "to change", engine.to_change()
 
 
 def _print_lines(head: str, lines: Iterator[tuple[str, str]]) -> None:
@@ -242,7 +171,8 @@ def show_requests(wanted: str | None, *, as_json: bool) -> None:
         for engine, record in found[-SHOWN:]:
             numbers = (record.prompt_tokens, record.engine_tokens, record.promised_tokens, record.used_tokens)
             outcome = record.ended or record.miss or _so_far(engine, record)
-            rows.add_row(record.request_id[:24], outcome, age(engine.time - record.arrived_at), *map(str, numbers))
+            age = format_age(engine.time - record.arrived_at)
+            rows.add_row(record.request_id[:24], outcome, age, *map(str, numbers))
         console().print(rows)
 
 
@@ -264,9 +194,11 @@ def _so_far(engine: EngineStatus, record: RequestRecord) -> str:
 
 
 def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str, str]]:
-    size, start = engine.block_size, record.looked_up_from
+    size = engine.block_size
+    start = record.looked_up_from
     end = (record.prompt_tokens - 1) // size
-    yield "prompt", f"{record.prompt_tokens:,} tokens, blocks of {size}, {age(engine.time - record.arrived_at)} ago"
+    age = format_age(engine.time - record.arrived_at)
+    yield "prompt", f"{record.prompt_tokens:,} tokens, blocks of {size}, {age} ago"
     yield "engine had", f"{record.engine_tokens:,} tokens itself"
     spared = "all that could be loaded is in the engine itself" if _is_spared(engine, record) else "no"
     yield "looked up", _blocks(start, end) if record.found is not None else spared

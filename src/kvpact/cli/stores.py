@@ -20,13 +20,11 @@ from typing import Any, Final
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.text import Text
 
-from kvpact.border import json_object
-from kvpact.cache.stats_file import stats_files
-from kvpact.cli.screen import BAD, age, bad, busy, console, print_json, progress, table
+from kvpact.cli.screen import BAD, bad, busy, console, print_json, progress, table
 from kvpact.cli.slabs import model_of, show_damage
 from kvpact.errors import ConfigError, DataError, TierError, reason_of
 from kvpact.identity.keys import KEY_BYTES
-from kvpact.metrics import series, tiers_in
+from kvpact.metrics import series
 from kvpact.own_files import NotOurs, OwnFolder, require_makeable
 from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.daemon_pool import DaemonPool
@@ -38,7 +36,7 @@ from kvpact.tiers.shared.inspection import older, summarize, verify_store
 from kvpact.tiers.shared.store import RecordStore, StoreError, remove_all
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import TierURL, parse_tier_url
-from kvpact.units import format_size
+from kvpact.units import format_age, format_size
 
 PROBES: Final = 5
 """Lookups of a missing record, with which `kvpact tiers` measures a store's latency."""
@@ -147,8 +145,8 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
             model_of(group.fields),
             str(group.blocks),
             format_size(group.bytes),
-            age(group.newest_age),
-            age(group.oldest_age),
+            format_age(group.newest_age),
+            format_age(group.oldest_age),
         )
     output.print(rows)
 
@@ -250,45 +248,34 @@ def _the_one(names: set[str], wanted: str, place: object) -> str:
     return found[0]
 
 
-def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: bool) -> bool:
-    """Print the state of tiers, and return whether all work: as they answer now, and by the stats file of each engine.
+def show_tiers(urls: Sequence[TierURL], *, as_json: bool) -> bool:
+    """Print the state of tiers as they answer now, without URLs as running engines see theirs.
 
-    Without both, by what this user's running engines say.
+    Returns whether all work.
     """
-    files = stats_files(stats_file) if stats_file else []
-    engines = {str(file): _count_tiers(_read_stats(file)) for file in files}
-    if not urls and not stats_file:
-        engines = _as_engines_say()
+    engines = {} if urls else _as_engines_say()
     with busy("asking the tiers"):
         rows = probe_all(urls)
     if as_json:
-        engine = [
-            row | {"stats" if stats_file else "engine": file} for file, counted in engines.items() for row in counted
-        ]
-        print_json({"now": rows, "engine": engine})
-    else:
-        output = console()
-        if not rows and not any(engines.values()):
-            output.print(
-                "no tiers are configured, and no running engine of this user has any; name a URL, a file with "
-                "--config, or an engine's stats_file with --stats"
-            )
-        if rows:
-            asked = table(["tier", "state"], ["look-up", "used", "capacity"])
-            for row in rows:
-                state = row["state"] if row["usable"] else bad(row["state"])
-                lookup = row["lookup_seconds"]
-                sizes = (format_size(row[name]) if row[name] else "" for name in ("used_bytes", "capacity_bytes"))
-                asked.add_row(row["tier"], state, _milliseconds(lookup), *sizes)
-            output.print(asked)
-        for file, counted in engines.items():
-            if counted:
-                of_it = f" of {file}" if len(engines) > 1 or not rows else ""
-                output.print(f"as the engine{of_it} sees them:")
-                shown = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
-                for row in counted:
-                    shown.add_row(*_as_shown(row))
-                output.print(shown)
+        print_json({"now": rows, "engine": [row | {"engine": name} for name in engines for row in engines[name]]})
+        return all(row["usable"] for row in rows)
+    output = console()
+    if not rows and not any(engines.values()):
+        output.print("no tier is configured, and no running engine of this user has one; give a URL or --config FILE")
+    if rows:
+        asked = table(["tier", "state"], ["look-up", "used", "capacity"])
+        for row in rows:
+            state = row["state"] if row["usable"] else bad(row["state"])
+            sizes = (format_size(row[name]) if row[name] else "" for name in ("used_bytes", "capacity_bytes"))
+            asked.add_row(row["tier"], state, _milliseconds(row["lookup_seconds"]), *sizes)
+        output.print(asked)
+    for name, counted in engines.items():
+        if counted:
+            output.print(f"as the engine of {name} sees them:")
+            shown = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
+            for row in counted:
+                shown.add_row(*_as_shown(row))
+            output.print(shown)
     return all(row["usable"] for row in rows)
 
 
@@ -366,12 +353,6 @@ def _require_usable(directory: Path) -> None:
             raise NotOurs(f"{folder.path} cannot be read and written by user {os.geteuid()}; give it the right to")
 
 
-def _count_tiers(counts: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The tiers of which the engine with these counts has counted anything."""
-    found = [_as_counted(counts, name) for name in tiers_in(counts)]
-    return [row for row in found if any(value for key, value in row.items() if key != "tier")]
-
-
 def _as_engines_say() -> dict[str, list[dict[str, Any]]]:
     """The tiers of this user's running engines, by model and process; those that do not answer are left out."""
     from kvpact.cache.status import EngineStatus
@@ -412,24 +393,3 @@ def _as_shown(row: Mapping[str, Any]) -> list[str | Text]:
 
 def _milliseconds(seconds: float | None) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds else ""
-
-
-def _read_stats(path: Path) -> dict[str, float]:
-    try:
-        found = json_object(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give an engine's stats_file") from None
-    except DataError as error:
-        raise ConfigError(f"{path} holds no counts; give an engine's stats_file ({error})") from None
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
-
-
-def explain(stats_file: Path) -> str:
-    """The text of `kvpact why`: how many look-ups hit, and why most of the others did not; a line for each engine."""
-    from kvpact.metrics import Metrics, explain_misses
-
-    files = stats_files(stats_file)
-    texts = [explain_misses({**Metrics().snapshot(), **_read_stats(file)}) for file in files]
-    if len(files) == 1:
-        return texts[0]
-    return "\n".join(f"{file}: {text}" for file, text in zip(files, texts, strict=True))
