@@ -57,7 +57,7 @@ def fill(place: str, key_file: Path | None = None) -> None:
 
 
 def test_inspect_names_each_model_with_its_blocks(place: str) -> None:
-    assert "nothing of kvpact's in" in kvpact("inspect", place).stdout
+    assert "no records of kvpact in" in kvpact("inspect", place).stdout
     fill(place)
     result = kvpact("inspect", place)
     assert result.exit_code == 0, result.output
@@ -73,7 +73,7 @@ def test_inspect_names_each_model_with_its_blocks(place: str) -> None:
 def test_a_place_is_shown_as_it_was_given(tmp_path: Path) -> None:
     place = f"dir://{tmp_path}/store"
     (tmp_path / "store").mkdir()
-    assert kvpact("inspect", place).stdout == f"nothing of kvpact's in {place}\n"
+    assert kvpact("inspect", place).stdout == f"no records of kvpact in {place}\n"
     assert "capacity" not in kvpact("inspect", f"dir://{tmp_path}/nowhere").stderr
     fill(f"{place}?capacity=1GiB")
     found = json.loads(kvpact("inspect", place, "--json").stdout)
@@ -159,13 +159,13 @@ def test_h37_gc_removes_what_no_engine_will_ask_for(place: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give --namespace NAME, --older-than AGE, or both"),
+        ((), "gc needs --namespace NAME, --older-than AGE, or both"),
         (("--older-than", "a while"), 'a time with its unit is needed, such as "7d"'),
         (("--older-than", "7x"), 'a time with its unit is needed, such as "7d"'),
         (("--older-than", "7"), 'say in which unit: "7d" for days'),
         (("--older-than", "0.5"), 'say in which unit: "0.5d" for days'),
         (("--namespace", "0123abc"), "at least the first 8 digits"),
-        (("--older-than", "0s"), "would remove 1 slab, and nobody can be asked here: add --yes"),
+        (("--older-than", "0s"), "would remove 1 slab; standard input is not a terminal, so pass --yes"),
     ],
 )
 def test_gc_that_is_not_told_what_to_remove_removes_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -83,8 +83,8 @@ class MountedCache:
         arena, attached = attach_all(hellos)
         metrics.use_tiers(labels := tier_labels(config.tiers))
         for label, url in zip(labels, config.tiers, strict=True):
-            metrics.tell("tier_info", label, str(url))
-        metrics.tell("info", __version__, str(groups.block_size), str(arena.num_ranks))
+            metrics.set_info("tier_info", label, str(url))
+        metrics.set_info("info", __version__, str(groups.block_size), str(arena.num_ranks))
         self._arena = arena
         self.last_save = 0
         """The last save that the workers were told of, by its job id."""
