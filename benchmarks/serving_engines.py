@@ -32,7 +32,7 @@ from benchmarks.e2e_engines import LMCache, Mooncake, Run, Subject, last_line
 from benchmarks.needs import find_testbeds, require_known, require_vllm
 from benchmarks.table import percentile, spread
 from kvpact.config import load_config
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
+from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, counts_in
 from kvpact_testkit.demo.model import ensure_model
 from kvpact_testkit.demo.phases import Plan, class_arguments
 from kvpact_testkit.demo.text import corpus
@@ -226,7 +226,7 @@ def at_rest(server: Server, stats_file: Path) -> dict[str, float]:
     while stats_file.exists() and time.monotonic() < deadline:
         server.ask([1, 2, 3], max_tokens=1)
         time.sleep(1.5)  # the file is written once a second
-        stats = json.loads(stats_file.read_text())
+        stats = counts_in(stats_file)
         if not any(value for name, value in stats.items() if name.startswith(("leases_held", "queued_write_bytes"))):
             break
     return stats

@@ -60,7 +60,7 @@ QUERIES = (
         "sum(rate(vllm:prefix_cache_hits_total[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))",
         "percentunit",
     ),
-    Query("Seconds of prefill spared a second", f"sum(rate({PREFIX}spared_prefill_seconds_total[5m]))", "short"),
+    Query("Seconds of prefill saved a second", f"sum(rate({PREFIX}spared_prefill_seconds_total[5m]))", "short"),
     Query(
         "Share of lookups that hit",
         f"sum(rate({PREFIX}hits_total[5m])) / sum(rate({PREFIX}lookups_total[5m]))",
@@ -94,9 +94,9 @@ ALERT_RULES = (
         f"min by (job, instance, engine, tier) ({PREFIX}tier_up) == 0",
         "2m",
         "warning",
-        "The tier {{ $labels.tier }} of {{ $labels.instance }} is not used.",
-        "The engine goes on without it: its log names the reason, and `kvpact tiers URL` asks the store now. Mend the "
-        "store: it is used again within seconds; an idle engine's page says so after its next request.",
+        "The tier {{ $labels.tier }} of {{ $labels.instance }} is down.",
+        "The engine serves without it: its log has the reason, and `kvpact tiers URL` probes the store. Repair the "
+        "store: it is used again within seconds; an idle engine's page shows that after its next request.",
     ),
     Alert(
         "KvpactDamagedRecords",
@@ -104,7 +104,7 @@ ALERT_RULES = (
         "0m",
         "warning",
         "Records in the tier {{ $labels.tier }} were damaged; none was served.",
-        "`kvpact verify URL` names them; look at the medium, at who else can write there, and at the record key, if "
+        "`kvpact verify URL` names them; check the medium, who else can write there, and the record key, if "
         "there is one.",
     ),
     Alert(
@@ -116,7 +116,7 @@ ALERT_RULES = (
         "critical",
         "kvpact on {{ $labels.instance }} caught an error of its own, or is switched off.",
         "Answers are right, and computed: the engine's log has the error once, with its traceback; report it, and "
-        "restart the engine to have the cache again.",
+        "restart the engine to switch the cache on again.",
     ),
     Alert(
         "KvpactWritesDropped",
@@ -124,7 +124,7 @@ ALERT_RULES = (
         "10m",
         "warning",
         "Blocks for the tier {{ $labels.tier }} of {{ $labels.instance }} are dropped.",
-        "The store is slower than the engine computes, full, or away: look at `tier_failures`, raise `write_queue` "
+        "The store is slower than the engine computes, full, or down: check `tier_failures`, raise `write_queue` "
         'or `memory` for peaks, or store less with `"admit": "second-use"`.',
     ),
     Alert(
@@ -133,9 +133,9 @@ ALERT_RULES = (
         "(vllm:num_requests_running + vllm:num_requests_waiting) == 0",
         "5m",
         "critical",
-        "kvpact on {{ $labels.instance }} holds blocks, and no request is there.",
-        "Memory is lost to these blocks until a restart, and nothing else: report it, with the last lines of kvpact in "
-        "the engine's log.",
+        "kvpact on {{ $labels.instance }} holds leases without any request.",
+        "These leases keep memory until a restart; there is no other harm. Report it, with kvpact's last lines in the "
+        "engine's log.",
     ),
 )
 
@@ -146,8 +146,8 @@ Written by `python scripts/write_metrics.py` from [kvpact/metrics.py](../src/kvp
 Prometheus scrape an engine under `kvpact serve` and asks it every query below
 (`tests/under_vllm/test_engine_metrics.py`).
 
-kvpact's metrics are on the server's own page, beside vLLM's: `curl -s localhost:8000/metrics | grep kvpact`. Nothing is
-to be switched on. For Prometheus:
+kvpact's metrics are on the server's own page, beside vLLM's: `curl -s localhost:8000/metrics | grep kvpact`. They need
+no option. For Prometheus:
 
 ```yaml
 scrape_configs:
@@ -162,10 +162,10 @@ rule_files: [prometheus-alerts.yml]
 - `tier` is `memory`, or what the tier's URL says: its option `name=`, as in `redis://cache?name=rack1`, or its kind:
   `disk`, `directory`, `redis`, `object`, `mooncake`, the scheme of another package's tier. The second tier of a kind is
   `redis-2`, and so on. `tier_info` has the URLs.
-- Engines tell their server once before the first request, then once a second at most, and once more before they rest.
-  `tier_up` has no series until the tier was asked, unless it is not there. Counters have all that happened. A histogram
-  gets up to 32 times a second for each of its series, drawn evenly: its quantiles are right, its `_count` is
-  less than what happened. `steps` counts all steps.
+- Engines report to their server once before the first request, then at most once a second, and once more before they
+  rest. `tier_up` has no series until the tier was asked, unless it is not reachable. Counters are complete. A histogram
+  gets up to 32 times a second for each of its series, drawn evenly: its quantiles are right, its `_count` is too low.
+  `steps` counts all steps.
 - `lookup_seconds` has lookups in tiers that engines share. A `disk` tier answers from the engine's memory.
 - A `PactTier` below [vLLM's offloading](offloading.md) has those of the metrics by tier that it can count.
 

@@ -35,7 +35,6 @@ PLACEHOLDERS: Final = (
     "redis://user:password@cache:6379/0",
     "redis://cache:6379/0",
     "8GiB",
-    "STATS_FILE",
     "URL",
     "NAME",
 )

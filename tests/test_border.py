@@ -229,5 +229,5 @@ def test_h108_a_thread_that_ends_by_an_error_says_so_once_with_its_name(caplog: 
         start_background("kvpact-test", broken).join()
     (record,) = caplog.records
     assert record.name == "kvpact.threads"
-    assert "the thread kvpact-test has ended by an error" in record.getMessage()
+    assert "the thread kvpact-test ended with an error" in record.getMessage()
     assert record.exc_info is not None

@@ -215,8 +215,8 @@ def test_the_key_of_earlier_versions_is_refused_in_each_source_with_what_to_set_
         (message_of({"sync_load_limit": 0, "memroy": 1}), "kv_connector_extra_config"),
     ):
         assert message == (
-            f'sync_load_limit in {source} is gone; set "sync_load_budget": the bytes on each rank that one scheduler '
-            'step may wait for, by default "256MiB"; 0 still makes every load asynchronous'
+            f'sync_load_limit in {source} was removed; set "sync_load_budget": the bytes on each rank that one '
+            'scheduler step may wait for, by default "256MiB"; 0 still makes every load asynchronous'
         )
 
 

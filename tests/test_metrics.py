@@ -159,15 +159,15 @@ def test_h72_a_cache_that_never_hits_says_why(reason: MissReason) -> None:
 
 def test_h72_a_cold_a_small_and_an_unused_cache_are_told_apart() -> None:
     metrics = Metrics()
-    assert explain_misses(metrics.snapshot()) == "no lookups yet: the engine is starting, or no prompt has come"
+    assert explain_misses(metrics.snapshot()) == "no lookups yet: the engine is starting, or has had no prompt"
     metrics.add("lookups", 10)
     assert explain_misses(metrics.snapshot()) == "10 of 10 lookups hit"
     metrics.add("misses", 10, MissReason.NOT_STORED)
     assert "nothing was saved yet" in explain_misses(metrics.snapshot())
     metrics.add("saved_blocks", 100)
-    assert "each new prompt misses once" in explain_misses(metrics.snapshot())
+    assert "new prompts always miss the first time" in explain_misses(metrics.snapshot())
     metrics.add("evicted_blocks", 90, MEMORY)
-    assert "90 of 100 saved blocks are held nowhere now" in explain_misses(metrics.snapshot())
+    assert "90 of 100 saved blocks are stored nowhere now" in explain_misses(metrics.snapshot())
 
 
 BLOCKS = st.frozensets(st.integers(0, 15))
@@ -196,7 +196,7 @@ def test_lost_is_at_most_what_no_place_holds(
 def test_series_names_are_those_of_the_snapshot() -> None:
     metrics = Metrics()
     metrics.use_tiers(["disk"])
-    metrics.tell("tier_info", "disk", 'disk:///a"b')
+    metrics.set_info("tier_info", "disk", 'disk:///a"b')
     shot = metrics.snapshot()
     assert series("hook_errors") in shot
     assert series("damaged_records", "disk") in shot
@@ -220,7 +220,7 @@ def test_h72_nothing_saved_yet_sends_a_person_to_what_the_store_holds_for_others
     metrics = Metrics()
     metrics.add("lookups")
     metrics.add("misses", 1, MissReason.NOT_STORED)
-    assert "of another model, dtype, block size or layout does not fit, see `kvpact inspect`" in explain_misses(
+    assert "of another model, dtype, block size or layout do not fit, see `kvpact inspect`" in explain_misses(
         metrics.snapshot()
     )
 
@@ -243,7 +243,7 @@ def test_h74_something_produces_every_reason_every_tier_and_every_metric() -> No
     names = {node.id for node in code if isinstance(node, ast.Name)}
     assert {"MEMORY", "tier_labels"} <= names, "the arena's label; those of all other tiers"
     calls = [node for node in code if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args]
-    ends = tuple(f"metrics.{how}" for how in ("add", "raise_to", "set", "tell", "observe"))
+    ends = tuple(f"metrics.{how}" for how in ("add", "raise_to", "set", "set_info", "observe"))
     counting = [call.args[0] for call in calls if ast.unparse(call.func).endswith(ends)]
     counted = {ast.literal_eval(name) for name in counting if isinstance(name, ast.Constant)}
     counted |= {STEP_SECONDS} & {vars(kvpact.metrics).get(ast.unparse(name)) for name in counting}

@@ -230,11 +230,11 @@ def test_a_file_of_another_kind_is_said_to_be_one(tmp_path: Path) -> None:
     yaml, table = tmp_path / "vllm.yaml", tmp_path / "kvpact.toml"
     yaml.write_text("port: 8000\n")
     said = refused(lambda: load_config(None, {}, yaml))
-    assert said.endswith(f"; a file of vLLM's stands behind --: kvpact serve MODEL -- --config {yaml}")
+    assert said.endswith(f"; pass vLLM's own file behind --: kvpact serve MODEL -- --config {yaml}")
     assert shlex.split(said.rpartition(": ")[2])[-2:] == ["--config", str(yaml)]
     table.write_text('[kvpact]\nmemory = "1GiB"\n')
     assert refused(lambda: load_config(None, {}, table)) == (
-        f"[kvpact] in {table} is a table, and keys stand at the top level: leave [kvpact] out"
+        f"[kvpact] in {table} is a table; keys belong at the top level: remove the line [kvpact]"
     )
 
 

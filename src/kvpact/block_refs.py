@@ -1,6 +1,6 @@
-"""The references of one connector to an engine's blocks: how many to each, and what counts as misuse.
+"""References of one connector to an engine's blocks: their counts, and the errors for misuse.
 
-Owns the rules that every engine's scheduler context has in common, so that misuse raises the same error everywhere.
+Owns the rules common to every engine's scheduler context, so that misuse raises the same error everywhere.
 Never touches a block itself.
 """
 
@@ -13,19 +13,19 @@ from kvpact.errors import PactViolation
 
 
 class BlockRefs:
-    """The references of one context.
+    """References of one context.
 
-    Mostly blocks are given back in the sequences in which they were taken, so references are kept by sequence, and
-    counted by block only when another sequence is given back.
+    Connectors mostly free blocks in the sequences in which they took them, so references are kept by sequence, and
+    counted by block only when another sequence is freed.
     """
 
     __slots__ = ("_by_block", "_by_sequence", "_null_block")
 
     def __init__(self, null_block: int) -> None:
-        """`null_block` is the placeholder for blocks that a request does not need; nobody holds it."""
+        """`null_block` is the placeholder for blocks that a request does not need; it has no references."""
         self._null_block = null_block
         self._by_sequence: dict[tuple[int, ...], int] = {}
-        """Block ids -> how often they were taken together; no zeros."""
+        """Block ids -> number of times they were taken together; no zeros."""
         self._by_block: dict[int, int] = {}
         """Block id -> number of references that are not in `_by_sequence`; no zeros."""
 
@@ -84,20 +84,20 @@ class BlockRefs:
 
 
 def no_such_block(block_id: int, num_blocks: int) -> PactViolation:
-    """The error for a block id that the pool does not have."""
+    """Error for a block id that the pool does not have."""
     return PactViolation(f"block {block_id} does not exist; the pool has blocks 0 to {num_blocks - 1}")
 
 
 def not_free(block_id: int) -> PactViolation:
-    """The error for a walk that is to begin after a block that is not in the free queue."""
+    """Error for a walk from a block that is not in the free queue."""
     return PactViolation(f"block {block_id} is not in the free queue; start from its head or from a free block")
 
 
 def cursor_lost(block_id: int) -> PactViolation:
-    """The error for a walk whose last block left the free queue, even if it is back in it."""
+    """Error for a walk whose last block left the free queue, even if it is back in it."""
     return PactViolation(f"the cursor, block {block_id}, left the free queue while it was walked; start again")
 
 
 def no_such_request(request_id: str) -> PactViolation:
-    """The error for the blocks of a request that is not alive."""
+    """Error for the blocks of a request that is not alive."""
     return PactViolation(f"no request {request_id} is alive; ask before it is finished")

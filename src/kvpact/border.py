@@ -1,6 +1,6 @@
-"""JSON from others, as files, stores and peers send it.
+"""JSON from files, stores and peers.
 
-Owns the one way in which it becomes an object or a DataError. Believes nothing that it says.
+Owns the one way in which it becomes an object or a DataError. Trusts none of its values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvpact.errors import DataError
 
 
 def json_object(raw: bytes | str) -> dict[str, object]:
-    """The JSON object in `raw`, text or UTF-8. Raises DataError for anything else, such as one nested too deeply."""
+    """Decode the JSON object in `raw`, text or UTF-8. Raises DataError for anything else, or one nested too deeply."""
     with suppress(ValueError, RecursionError):
         found = json.loads(raw if isinstance(raw, str) else raw.decode())
         if isinstance(found, dict):

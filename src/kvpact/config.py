@@ -1,7 +1,7 @@
-"""The one configuration model: what a user may set, where it may come from, and what each value means.
+"""Configuration model: the keys that a user may set, their sources, and the meaning of each value.
 
 Owns the keys and the order of the three sources: the engine's `kv_connector_extra_config` beats the environment, which
-beats the TOML file. Never touches the file system beyond that file, and never shows a credential.
+beats the TOML file. Never touches the file system beyond that file, and never prints a credential.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENVIRONMENT_PREFIX: Final = "KVPACT_"
 CONFIG_FILE_VARIABLE: Final = "KVPACT_CONFIG"
 
 _OF_A_SERVICE: Final = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
-"""How the variables end that Kubernetes sets for each service, whose name may begin like a key of ours."""
+"""Ends of the variables that Kubernetes sets for each service, whose name may begin like one of kvpact's keys."""
 
 REPLACED_KEYS: Final = {
     "sync_load_limit": (
@@ -36,17 +36,17 @@ REPLACED_KEYS: Final = {
         "makes every load asynchronous"
     ),
 }
-"""Keys of earlier versions, and what to set instead."""
+"""Keys of earlier versions, and the key to set instead."""
 
-NO_TIERS: Final = 'tiers, and "match_at": "step", which asks them, belong to kvpact\'s own cache; leave them out'
-"""What a user with another author's cache is told."""
+NO_TIERS: Final = 'tiers and "match_at": "step" need kvpact\'s own cache; leave them out'
+"""Refusal of these keys beside another author's cache."""
 
 
 CANNOT_BE_USED: Final = (
-    '"require_tiers": true, and {} cannot be used: {}; mend that, or leave "require_tiers" out, and the engine serves '
-    "without the tier until it can be used"
+    '"require_tiers": true, and {} cannot be used: {}; repair it, or leave "require_tiers" out to serve without the '
+    "tier until it can be used"
 )
-"""The refusal of a tier and the reason."""
+"""Refusal of a tier (its URL) and the reason."""
 
 
 def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
@@ -60,12 +60,12 @@ def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
     names = [MEMORY, *(tier.options["name"] for tier in tiers if "name" in tier.options)]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f'name="{name}" is another tier\'s; each needs a name of its own')
+            raise ValueError(f'two tiers have name="{name}"; give each a name of its own')
     return tiers
 
 
 def _exact_size(num_bytes: int) -> str | int:
-    """A size by the smallest number that loses no byte, of 1024-based and 1000-based units."""
+    """A size as the smallest number that loses no byte, in 1024-based and 1000-based units."""
     units = [(base**power, f"{letter}{end}") for base, end in ((1024, "iB"), (1000, "B")) for power, letter in POWERS]
     exact = [(num_bytes // size, unit) for size, unit in units if num_bytes and num_bytes % size == 0]
     number, unit = min(exact, key=itemgetter(0), default=(num_bytes, ""))
@@ -73,8 +73,8 @@ def _exact_size(num_bytes: int) -> str | int:
 
 
 def _parse_path(value: object) -> Path:
-    """A path from the root or the working folder, with "~" for a home folder."""
-    with suppress(RuntimeError):  # nobody here has that name
+    """Path from the root or the working folder, with "~" for a home folder. Raises ValueError."""
+    with suppress(RuntimeError):  # no user has that name
         if isinstance(value, str | Path) and str(value):
             return Path(value).expanduser()
     raise ValueError('the path of a file is needed, such as "/run/kvpact/file"')
@@ -104,82 +104,82 @@ TierURLs: TypeAlias = Annotated[
 
 
 class KvpactConfig(BaseModel):
-    """Everything a user may set, checked. Build it with `load_config`; sizes are bytes, times seconds."""
+    """All settings, checked. Build it with `load_config`; sizes are bytes, times seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, protected_namespaces=())
 
     memory: Size = Field(default=4 * 1024**3, gt=0)
-    """Bytes of the memory tier: the arena that every load passes through."""
+    """Bytes of the memory tier: the arena through which every load passes."""
     cache: Annotated[str, AfterValidator(_check_factory)] | None = Field(
         default=None, examples=["my_package.my_cache:MyCache"]
     )
-    """Another author's cache in the place of kvpact's own: "module:factory", see `kvpact.contract.CacheSpec`."""
+    """Another author's cache instead of kvpact's own: "module:factory", see `kvpact.contract.CacheSpec`."""
     tiers: TierURLs = Field(default=(), examples=[[SCHEMES["disk"].example]])
-    """Where blocks outlive memory, fastest first."""
+    """URLs of the tiers below memory, fastest first."""
     prepare_deadline: Seconds = 2.0
-    """How long prepare may answer "ask again later" while tiers are asked and read; 0 serves from memory only."""
+    """Seconds for which prepare may answer "ask again later" while tiers answer; 0 serves from memory only."""
     plan_lifetime: Seconds = Field(default=30.0, gt=0)
-    """A plan that was neither renewed nor committed for this long is aborted, unless the engine says why sooner."""
+    """Seconds after which a plan that was neither renewed nor committed is aborted, unless the engine ends it."""
     load_deadline: Seconds = Field(default=30.0, gt=0)
-    """A committed load is reported, arrived or lost, within this time."""
+    """Seconds within which a committed load is reported, as arrived or lost."""
     write_queue: Size = Field(default=1024**3, gt=0)
-    """Bytes that may wait to be written to the tiers; blocks that do not fit are dropped, the engine never waits."""
+    """Most bytes that wait to be written to the tiers; blocks that do not fit are dropped, the engine never waits."""
     shutdown_timeout: Seconds = 10.0
-    """How long a shutdown may wait for the tiers."""
+    """Seconds for which a shutdown may wait for the tiers."""
     sync_load_budget: Size = 256 * 1024**2
-    """Bytes on each rank that a step may wait for; a load that no longer fits is asynchronous. 0: every load is."""
+    """Most bytes per rank for which one step waits; loads that do not fit are asynchronous. 0: every load is."""
     min_match_blocks: Count = Field(default=1, ge=1)
-    """A shorter match is not promised."""
+    """Least number of blocks of a match; a shorter one is not promised."""
     save: Literal["eager", "lazy", "off"] = "eager"
-    """Whether computed blocks are stored as they appear, when the engine is about to evict them, or not at all."""
+    """Time at which computed blocks are saved: at once, when the engine is about to evict them, or never."""
     admit: Literal["always", "second-use"] = "always"
-    """Whether tiers get every saved block, or those that were saved or loaded a second time."""
+    """Blocks written to tiers: every saved block, or those saved or loaded a second time."""
     match_at: Literal["schedule", "step"] = "schedule"
-    """When shared tiers are asked: before a request is scheduled, or by the workers when its step begins."""
+    """Time of lookups in shared tiers: before a request is scheduled, or by the workers when its step begins."""
     step_deadline: Seconds = Field(default=0.1, gt=0)
-    """With `match_at` "step", how long a step may wait for shared tiers; every request in it waits."""
+    """With `match_at` "step": seconds for which a step may wait for shared tiers, with every request in it."""
     recompute_if_faster: bool = True
-    """Whether a match is not loaded if the engine is expected to compute it sooner than a tier would deliver it."""
+    """Recompute a match that the engine is expected to compute sooner than a tier would deliver it."""
     require_tiers: bool = False
-    """Whether an engine with a tier that cannot be used at the start does not start, instead of using it later."""
+    """Refuse to start while a tier cannot be used, instead of starting without it and using it later."""
     record_key_file: FilePath | None = Field(default=None, examples=["/run/secrets/records"])
-    """A file with 16 secret bytes or more: records in shared tiers are sealed with it, and others are not served."""
+    """File with 16 secret bytes or more: records in shared tiers are sealed with them, and others are not served."""
     model_id: str | None = Field(default=None, min_length=1, examples=["llama-3@1"])
-    """Identity of the base weights, for weights that their files do not identify: equal only where the weights are."""
+    """Identity of base weights that their files do not identify: equal only for engines with equal weights."""
     weights_version: str | None = Field(default=None, min_length=1, examples=["step-1200"])
-    """A word for the weights that the engine starts with, beside their identity; after a reset it must be said anew."""
+    """Version of the weights at the start, beside their identity; after a reset it must be set anew."""
     share_drawn_epochs: bool = False
-    """Whether shared tiers are written after a reset without a word, though no other engine can use those blocks."""
+    """Write to shared tiers after a reset without a weights version, although no other engine can use those blocks."""
     io_threads: Count = Field(default=2, ge=1, le=64)
     """Host threads that read and write the tiers."""
     stats_file: FilePath | None = Field(default=None, examples=["/run/kvpact/stats.json"])
-    """A JSON file that the idle engine keeps up to date with all counts; for programs beside it."""
+    """JSON file with the engine's status, as `kvpact status --json` prints it; rewritten while the engine is idle."""
     gpu: Literal["auto", "off"] = "auto"
-    """Whether an engine with KV memory on a GPU starts, if the copies there pass a trial; later they are checked."""
+    """Start with KV memory on a GPU, if its copies pass a test ("auto"), or refuse to ("off")."""
     kv_layout: Literal["auto", "engine", "blocks"] = "auto"
-    """How vLLM is to lay out KV memory: as it likes, or with all layers of a block side by side; "auto" decides."""
+    """Layout of KV memory: vLLM's choice, or all layers of a block side by side; "auto" decides."""
     huge_pages: Literal["auto", "on", "off"] = "auto"
-    """Whether the arena takes its memory in huge pages where the kernel has them; "auto": not for copies of a GPU."""
+    """Take the arena's memory in huge pages where the kernel has them; "auto": not for copies of a GPU."""
     require: Literal["none", "all"] = "none"
-    """With "all" an engine that was started without kvpact's worker and scheduler class does not start."""
+    """With "all", refuse to start without kvpact's worker and scheduler classes."""
     layerwise: bool = True
     """Load layer by layer during the forward pass, where the engine allows it."""
 
     def secret_keys(self) -> frozenset[str]:
-        """The keys whose values hold a password, or another secret, that no command line and no log may show."""
+        """Keys whose values hold a password or another secret, for no command line and no log."""
         return frozenset({"tiers"}) if any(tier.holds_secret for tier in self.tiers) else frozenset()
 
     def connector_extra_config(self, *, without: Collection[str] = ()) -> dict[str, object]:
-        """What was set, as JSON values that `load_config` reads back to the same; holds URLs in full."""
+        """Keys that were set, as JSON values from which `load_config` makes the same; with URLs in full."""
         return self.model_dump(mode="json", exclude_unset=True, exclude=set(without))
 
     def described(self) -> str:
-        """What was set, for a log: no value holds a credential."""
+        """Keys that were set, for a log: no value holds a credential."""
         values = dict(sorted(self.connector_extra_config().items()))
-        return ", ".join(f"{key}={_shown(value)}" for key, value in values.items()) or "nothing"
+        return ", ".join(f"{key}={_shown(value)}" for key, value in values.items()) or "all defaults"
 
     def kv_transfer_config(self, *, without: Collection[str] = ()) -> dict[str, object]:
-        """The value of vLLM's `--kv-transfer-config`, `without` keys that the engine is to read elsewhere.
+        """Value of vLLM's `--kv-transfer-config`, `without` keys that the engine reads from another source.
 
         A failed load is recomputed: vLLM's own default fails the request.
         """
@@ -203,7 +203,7 @@ def check_cache(config: KvpactConfig) -> None:
 
 
 def find_factory(name: str) -> Callable[..., object]:
-    """The class or function of "module:name" that makes a cache, imported. Raises ConfigError if there is none."""
+    """Import the class or function "module:name" that makes a cache. Raises ConfigError if there is none."""
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
@@ -222,9 +222,9 @@ def find_factory(name: str) -> Callable[..., object]:
 class _Setting:
     value: object
     source: str
-    """The setting's name in an error message."""
+    """Name of the setting's source in an error message."""
     variable: str = ""
-    """What the environment must hold for another process to find the same value there."""
+    """Environment variable from which another process gets the same value; "" if there is none."""
 
 
 def load_config(
@@ -238,13 +238,13 @@ def load_config(
 
     Args:
         extra_config: the engine's `kv_connector_extra_config`.
-        environ: the process environment; `KVPACT_MEMORY` sets `memory`, and so on. `KVPACT_TIERS` takes URLs apart at
-            spaces.
+        environ: the process environment; `KVPACT_MEMORY` sets `memory`, and so on. `KVPACT_TIERS` holds URLs separated
+            by spaces.
         toml_path: a TOML file with the same keys; without it the file that `KVPACT_CONFIG` names, if any.
-        extra_source: what an error calls `extra_config`.
+        extra_source: name of `extra_config` in errors.
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be right, a file that cannot be read. Names the source.
+        ConfigError: an unknown key, a wrong value, an unreadable file. Names the source.
     """
     return load_with_variables(extra_config, environ, toml_path, extra_source=extra_source)[0]
 
@@ -256,7 +256,7 @@ def load_with_variables(
     *,
     extra_source: str = "kv_connector_extra_config",
 ) -> tuple[KvpactConfig, dict[str, str]]:
-    """`load_config`, and for each key that was set the variable from which another process would get the same value.
+    """`load_config`, and for each key that was set the variable from which another process gets the same value.
 
     That is "KVPACT_MEMORY", or "KVPACT_CONFIG=" and the file's path; "" for a value of `extra_config`.
     """
@@ -266,7 +266,7 @@ def load_with_variables(
     settings |= _environment_settings(environ)
     settings |= {key: _Setting(value, extra_source) for key, value in (extra_config or {}).items()}
     for key in settings.keys() & REPLACED_KEYS.keys():
-        raise ConfigError(f"{key} in {settings[key].source} is gone; set {REPLACED_KEYS[key]}")
+        raise ConfigError(f"{key} in {settings[key].source} was removed; set {REPLACED_KEYS[key]}")
     variables = {key: setting.variable for key, setting in settings.items()}
     try:
         return KvpactConfig.model_validate({key: setting.value for key, setting in settings.items()}), variables
@@ -275,7 +275,7 @@ def load_with_variables(
         key = str(first["loc"][0])
         setting = settings[key]
         if first["type"] == "extra_forbidden" and isinstance(setting.value, Mapping):
-            message = f"[{key}] in {setting.source} is a table, and keys stand at the top level: leave [{key}] out"
+            message = f"[{key}] in {setting.source} is a table; keys belong at the top level: remove the line [{key}]"
         elif first["type"] == "extra_forbidden":
             message = f'unknown key "{key}" in {setting.source}{nearest(key, KvpactConfig.model_fields)}'
         else:
@@ -287,7 +287,7 @@ def load_with_variables(
 
 
 def _example(key: str) -> str:
-    """A value that is right for a key, as it is written in JSON: its example, or its default."""
+    """Right value for a key, in JSON: its example, or its default."""
     examples = KvpactConfig.model_fields[key].examples
     return json.dumps(examples[0] if examples else KvpactConfig().model_dump(mode="json")[key])
 
@@ -305,7 +305,7 @@ def _toml_settings(path: Path) -> dict[str, _Setting]:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         theirs = path.suffix in (".yaml", ".yml")
-        hint = f"; a file of vLLM's stands behind --: kvpact serve MODEL -- --config {path}" if theirs else ""
+        hint = f"; pass vLLM's own file behind --: kvpact serve MODEL -- --config {path}" if theirs else ""
         raise ConfigError(f"the configuration file {path} is not TOML: {error}{hint}") from None
     variable = f"{CONFIG_FILE_VARIABLE}={path.absolute()}"
     return {key: _Setting(value, str(path), variable) for key, value in table.items()}
@@ -323,7 +323,7 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
             value: object = text.split() if key == "tiers" else text
             settings[key] = _Setting(value, f"the environment ({name})", name)
         elif near := difflib.get_close_matches(key, KvpactConfig.model_fields, n=1, cutoff=0.7):
-            # Others put names there too, so only a likely slip is an error.
+            # Other programs set variables with this prefix too, so only a likely misspelling is an error.
             known = ENVIRONMENT_PREFIX + near[0].upper()
             raise ConfigError(f"unknown key {name} in the environment; did you mean {known}?")
     return settings

@@ -1,6 +1,6 @@
 """kvpact's metrics: one table of counters, gauges and histograms, with labels from small fixed sets.
 
-Owns the numbers and their meaning. The set of series is fixed once a cache knows its tiers, so it does not grow with
+Owns the numbers and their meaning. A cache fixes the set of series when it knows its tiers, so it does not grow with
 requests, keys or time. Decides nothing. A wrong count never reaches an exporter: it is refused, and `check` reports it.
 """
 
@@ -23,9 +23,9 @@ Snapshot: TypeAlias = dict[str, float]
 
 
 class EndReason(StrEnum):
-    """Why a plan ended. The first two are settlements, the others reasons of an abort.
+    """Reason why a plan ended. The first two are settlements, the others reasons of an abort.
 
-    From `NO_BLOCKS` on, and `DECLINED`: the exits that an engine names, as `contract.ExternalMatchExit` has them.
+    From `NO_BLOCKS` on, and `DECLINED`: the exits that an engine names, as in `contract.ExternalMatchExit`.
     """
 
     LOADED = "loaded"
@@ -59,7 +59,7 @@ class EndReason(StrEnum):
 
 
 class MissReason(StrEnum):
-    """Why a lookup promised nothing."""
+    """Reason why a lookup promised nothing."""
 
     NOT_STORED = "not_stored"
     TOO_SHORT = "too_short"
@@ -79,39 +79,39 @@ class MissReason(StrEnum):
 
 
 class UnmadeCheck(StrEnum):
-    """Why a copy that was to be checked was not: such a check says neither right nor wrong (H117)."""
+    """Reason why a due check of a copy was not made, so that the copy counts as neither right nor wrong (H117)."""
 
     GIVEN_UP = "given_up"
     FAILED = "failed"
 
 
 MISS_HINTS: Mapping[MissReason, str] = {
-    MissReason.NOT_STORED: "the prompt's first block is not held",
+    MissReason.NOT_STORED: "the prompt's first block is not stored",
     MissReason.TOO_SHORT: "no whole block before the prompts' last token, or fewer than `min_match_blocks`, can match",
-    MissReason.UNKNOWN_IDENTITY: "the requests carry something that kvpact cannot name by content and so never stores",
-    MissReason.DISABLED: "the cache is switched off; the log says why, at start-up or at the error that did it",
-    MissReason.MUST_COMPUTE: "the requests must compute their prompts: they ask for its log-probabilities, for one",
-    MissReason.UNALIGNED: "the engine itself had part of a block, and a match begins with a whole one of each KV group",
-    MissReason.FAILED_BEFORE: "a load failed for the same request, which is not promised again; see damaged_records",
-    MissReason.NO_ROOM: "no memory slot was free to stage the blocks in; raise `memory`",
-    MissReason.CROWDED: "requests are preempted again and again before they use what was loaded: too few KV blocks",
+    MissReason.UNKNOWN_IDENTITY: "the requests have inputs without a content digest, which kvpact never stores",
+    MissReason.DISABLED: "the cache is switched off; the log has the reason, at the start or at an error",
+    MissReason.MUST_COMPUTE: "the requests must compute their prompts, for example for prompt log-probabilities",
+    MissReason.UNALIGNED: "the engine itself had part of a block, and a match begins at whole blocks of each KV group",
+    MissReason.FAILED_BEFORE: "a load of the same request failed, so it gets no other match; see damaged_records",
+    MissReason.NO_ROOM: "no memory slot was free to stage the blocks; raise `memory`",
+    MissReason.CROWDED: "requests are preempted repeatedly before they use the loaded blocks: too few KV blocks",
     MissReason.RECOMPUTE_FASTER: "the engine computes faster than the tier below memory delivers; see prefill_speed",
-    MissReason.ASKED_AT_STEP: "shared tiers are asked when the step begins; see step_lookups and step_hits",
-    MissReason.OVERDUE: "a copy into the engine's memory did not end by `load_deadline`; nothing is loaded behind it",
-    MissReason.TIER_DOWN: "a tier that may hold the blocks has failed, is left alone, or is not there; see tier_up",
-    MissReason.NOT_DELIVERED: "a tier said that it holds the blocks, and did not deliver them; see tier_failures",
-    MissReason.DEADLINE: "`prepare_deadline` was over before a tier, or a digest, or the engine's steps came to them",
+    MissReason.ASKED_AT_STEP: "the workers ask shared tiers when the step begins; see step_lookups and step_hits",
+    MissReason.OVERDUE: "a copy into the engine's memory did not end by `load_deadline`; nothing is loaded after it",
+    MissReason.TIER_DOWN: "a tier that may hold the blocks failed, is paused, or is not reachable; see tier_up",
+    MissReason.NOT_DELIVERED: "a tier reported the blocks and did not deliver them; see tier_failures",
+    MissReason.DEADLINE: "`prepare_deadline` passed before a tier, a digest or the engine's steps were ready",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StartVerdict:
-    """What the start has found of how an engine is served; it holds until the engine ends, and the log has it once."""
+    """Limits of the cache found at the start; they hold until the engine ends, and the log has them once."""
 
     unserved: str = ""
-    """Why no request can be cached, and what to do; "" if some can."""
+    """Reason why no request can be cached, and the remedy; "" if some can."""
     notes: tuple[str, ...] = ()
-    """What else limits it: classes, statistics, sizes of blocks."""
+    """Other limits: classes, statistics, sizes of blocks."""
 
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -121,9 +121,9 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 class Metric:
     """One row of the table. `meaning` is a sentence that names the unit.
 
-    `labels` is the closed set of values that the label `label` takes; the labels of tiers are known later. A gauge with
-    `told` is 1 and says something in the labels of these names. A metric is 0 from the start, unless it exists only
-    `when_known`: of that one a 0 would claim something.
+    `labels` is the closed set of values of the label `label`; the labels of tiers are known later. A gauge with
+    `info_labels` is 1 and has its information in the labels of these names. A metric is 0 from the start, unless it
+    exists only `when_known`, because a 0 would be a statement.
     """
 
     name: str
@@ -132,17 +132,17 @@ class Metric:
     meaning: str
     label: str = ""
     labels: Iterable[str] = ()
-    told: tuple[str, ...] = ()
+    info_labels: tuple[str, ...] = ()
     when_known: bool = False
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The names of its labels."""
-        return self.told or ((self.label,) if self.label else ())
+        """Names of its labels."""
+        return self.info_labels or ((self.label,) if self.label else ())
 
     def label_values(self, tiers: Sequence[str]) -> tuple[str, ...]:
         """Every value of the label, with these tiers; one empty string for a metric without a label."""
-        if self.told:
+        if self.info_labels:
             return ()
         return tuple(tiers if self.label == "tier" else self.labels) or ("",)
 
@@ -151,47 +151,51 @@ def _by_tier(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
     return Metric(name, kind, unit, meaning, "tier")
 
 
+def _info(name: str, unit: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", unit, meaning, info_labels=labels)
+
+
 STEP_SECONDS = "step_seconds"
 STEP_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
 """Upper bounds of the buckets, in seconds: from 10 us, not noticeable, to 100 ms, far above what P11 allows."""
 
 WAIT_BOUNDS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Upper bounds, in seconds, of what requests wait for: from a look-up in a near store to `load_deadline`."""
+"""Upper bounds, in seconds, of requests' waits: from a look-up in a near store to `load_deadline`."""
 
 MOST_SAMPLES = 32
 """Times of one series that are kept for another process until `collect_samples`; all are in the buckets."""
 
 METRICS: tuple[Metric, ...] = (
     Metric("promised_tokens", "counter", "tokens", "Tokens promised to the engine, once per plan."),
-    Metric("committed_tokens", "counter", "tokens", "Promised tokens that the engine chose to load."),
+    Metric("committed_tokens", "counter", "tokens", "Promised tokens that the engine decided to load."),
     Metric("withdrawn_tokens", "counter", "tokens", "Promised tokens that were not committed."),
     Metric("loaded_tokens", "counter", "tokens", "Committed tokens whose keys and values arrived."),
-    Metric("failed_tokens", "counter", "tokens", "Committed tokens that did not arrive and were computed."),
-    Metric("used_tokens", "counter", "tokens", "Tokens not computed by the engine, each position of a request once."),
+    Metric("failed_tokens", "counter", "tokens", "Committed tokens that did not arrive, so the engine computed them."),
+    Metric("used_tokens", "counter", "tokens", "Tokens that kvpact saved the engine computing, each position once."),
     _by_tier(
         "used_tokens_from",
         "counter",
         "tokens",
-        "Used tokens by tier, shared out by the bytes that a lookup found in each.",
+        "Used tokens by tier, in proportion to the bytes that a lookup found in each.",
     ),
     Metric("used_again_tokens", "counter", "tokens", "Tokens skipped again by the same request, after a preemption."),
-    Metric("spared_prefill_seconds", "counter", "seconds", "Seconds of prefill spared, at the speed measured then."),
-    Metric("overdue_loads", "counter", "loads", "Loads that had not ended by their deadline, so all was computed."),
+    Metric("spared_prefill_seconds", "counter", "seconds", "Seconds of prefill saved, at the speed measured then."),
+    Metric("overdue_loads", "counter", "loads", "Loads not ended by their deadline; the engine computed all tokens."),
     Metric("plans_opened", "counter", "plans", "Plans opened, each of which ends exactly once."),
     Metric("plans_ended", "counter", "plans", "Plans ended, by reason.", "reason", EndReason),
-    Metric("lookups", "counter", "lookups", "Lookups of prompts; one repeated with the same result is not counted."),
+    Metric("lookups", "counter", "lookups", "Lookups of prompts; repeats with the same result do not count."),
     Metric("hits", "counter", "lookups", "Lookups that promised tokens."),
     Metric("misses", "counter", "lookups", "Lookups that promised nothing, by reason.", "reason", MissReason),
-    Metric("spared_lookups", "counter", "prompts", "Prompts not looked up: the engine had all that could be loaded."),
-    Metric("step_lookups", "counter", "lookups", "Lookups left to workers at a step's begin; `misses` may have them."),
-    Metric("step_hits", "counter", "lookups", "Lookups at a step's begin that supplied tokens."),
-    Metric("declined_blocks", "counter", "blocks", "Blocks held by a tier and not loaded: computing them is faster."),
+    Metric("spared_lookups", "counter", "prompts", "Prompts not looked up: the engine itself had all loadable blocks."),
+    Metric("step_lookups", "counter", "lookups", "Lookups by workers at a step's beginning; `misses` may count them."),
+    Metric("step_hits", "counter", "lookups", "Lookups at a step's beginning that supplied tokens."),
+    Metric("declined_blocks", "counter", "blocks", "Blocks in a tier that were not loaded: computing them is faster."),
     Metric("saved_blocks", "counter", "blocks", "Blocks computed by the engine, copied out and reported by all ranks."),
     Metric(
         "dropped_blocks",
         "counter",
         "blocks",
-        "Blocks computed, not saved: no free slot, a copy that failed or was given up, a block lost before.",
+        "Blocks computed and not saved: no free slot, a failed or cancelled copy, an earlier block lost.",
     ),
     _by_tier("evicted_blocks", "counter", "blocks", "Blocks evicted to make room."),
     _by_tier("read_blocks", "counter", "blocks", "Blocks read from the tier, verified."),
@@ -200,42 +204,48 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("written_bytes", "counter", "bytes", "Bytes written to the tier."),
     _by_tier("damaged_records", "counter", "records", "Records with a wrong checksum or header; none was served."),
     _by_tier("dropped_writes", "counter", "blocks", "Blocks not written: queue full, a failure, or no room in memory."),
-    _by_tier("skipped_lookups", "counter", "lookups", "Lookups not asked of the tier: it was ill, or too slow."),
-    _by_tier("tier_failures", "counter", "operations", "Operations that the tier failed, or did not end in time."),
-    Metric("resets", "counter", "resets", "Resets, after which nothing stored before is served."),
-    Metric("refuted_copies", "counter", "engines", "Engines that found a copy of a device wrong, and copy no more."),
-    Metric(
-        "unproven_copies", "gauge", "engines", "Engines that still check all copies of a device: tiers get nothing."
-    ),
-    Metric(
-        "unmade_checks", "counter", "checks", "Checks of copies that were not made, by reason.", "reason", UnmadeCheck
-    ),
-    Metric("hook_errors", "counter", "errors", "Errors caught in an engine's hook, each of which cost at most a hit."),
-    Metric("refused_counts", "counter", "errors", "Errors of counting: a counter would have gone back."),
-    Metric("unnamed_weights", "gauge", "engines", "Engines after a reset, until a word for the weights: none shares."),
+    _by_tier("skipped_lookups", "counter", "lookups", "Lookups skipped because the tier was paused or too slow."),
+    _by_tier("tier_failures", "counter", "operations", "Operations of the tier that failed or did not end in time."),
+    Metric("resets", "counter", "resets", "Resets; blocks stored before one are not served after it."),
+    Metric("refuted_copies", "counter", "engines", "Engines that found a wrong device copy and stopped copying."),
+    Metric("unproven_copies", "gauge", "engines", "Engines that still check every device copy: tiers get no blocks."),
+    Metric("unmade_checks", "counter", "checks", "Checks of copies not made, by reason.", "reason", UnmadeCheck),
+    Metric("hook_errors", "counter", "errors", "Errors caught in an engine's hook; each costs at most a hit."),
+    Metric("refused_counts", "counter", "errors", "Errors of counting: a counter would have decreased."),
+    Metric("unnamed_weights", "gauge", "engines", "Engines that share nothing since a reset; set `weights_version`."),
     Metric("open_plans", "gauge", "plans", "Plans prepared, committed or loading now."),
     Metric("leases_held", "gauge", "leases", "Leases that open plans hold now."),
     Metric(
         "tier_up",
         "gauge",
         "tiers",
-        "Tiers in use: 1, or 0 if not there yet, or left alone after failures; absent until the tier was asked.",
+        "Tiers in use: 1, or 0 if not reachable yet or paused after failures; absent until the tier was asked.",
         "tier",
         when_known=True,
     ),
     _by_tier("held_blocks", "gauge", "blocks", "Blocks that the tier holds now."),
     _by_tier("capacity_blocks", "gauge", "blocks", "Blocks that the tier can hold."),
-    _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store says it holds, others' included."),
+    _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store reports, other writers' included."),
     _by_tier("queued_write_bytes", "gauge", "bytes", "Bytes that wait to be written to the tier now."),
-    _by_tier("slow_tiers", "gauge", "tiers", "Tiers not asked lately as computing was sooner: 1 or 0."),
-    _by_tier("open_breakers", "gauge", "tiers", "Tiers left alone now, 1 or 0: after failures, or not there yet."),
+    _by_tier("slow_tiers", "gauge", "tiers", "Tiers not asked lately because computing is faster: 1 or 0."),
+    _by_tier("open_breakers", "gauge", "tiers", "Tiers paused now, 1 or 0: after failures, or not reachable yet."),
     _by_tier("read_bytes_per_second", "gauge", "bytes per second", "Bytes per second arriving from the tier, lately."),
     Metric("prefill_speed", "gauge", "tokens per second", "Tokens per second of prompts computed, lately."),
-    Metric("tier_info", "gauge", "tiers", "Tiers, each with its URL without secrets; always 1.", told=("tier", "url")),
     Metric(
-        "info", "gauge", "engines", "Engines as they were started; always 1.", told=("version", "block_size", "ranks")
+        "tier_info",
+        "gauge",
+        "tiers",
+        "Tiers, each with its URL without secrets; always 1.",
+        info_labels=("tier", "url"),
     ),
-    _by_tier("lookup_seconds", "histogram", "seconds", "Seconds that the tier took to say what it holds of a prompt."),
+    Metric(
+        "info",
+        "gauge",
+        "engines",
+        "Engines as they were started; always 1.",
+        info_labels=("version", "block_size", "ranks"),
+    ),
+    _by_tier("lookup_seconds", "histogram", "seconds", "Seconds that the tier took to look up a prompt's blocks."),
     Metric("load_seconds", "histogram", "seconds", "Seconds from a plan's commit to its load's last report."),
     Metric("save_seconds", "histogram", "seconds", "Seconds from the order of a save to its last report."),
     Metric(STEP_SECONDS, "histogram", "seconds", "Seconds spent by kvpact in the scheduler's process in one step."),
@@ -244,12 +254,12 @@ METRICS: tuple[Metric, ...] = (
 STEP_COUNTERS: Final = (
     Metric("steps", "counter", "steps", "Scheduler steps."),
     Metric("slow_steps", "counter", "steps", "Scheduler steps that spent more than 1 ms in kvpact."),
-    Metric("spent_seconds", "counter", "seconds", "Seconds spent by kvpact in scheduler steps, of all of them."),
+    Metric("spent_seconds", "counter", "seconds", "Seconds spent by kvpact in all scheduler steps."),
 )
-"""What an engine's endpoint has of all steps, beside the samples of the histogram."""
+"""Counters of all steps on an engine's endpoint, beside the samples of the histogram."""
 
 FAMILIES: Final = (*METRICS, *STEP_COUNTERS)
-"""Every family on an engine's endpoint, there with `PREFIX`."""
+"""Every family on an engine's endpoint, where its name begins with `PREFIX`."""
 
 PREFIX: Final = "vllm:kvpact_"
 
@@ -257,30 +267,30 @@ _BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
 def bounds_of(name: str) -> Sequence[float]:
-    """The upper bounds of a histogram's buckets, in seconds."""
+    """Upper bounds of a histogram's buckets, in seconds."""
     return STEP_BOUNDS if name == STEP_SECONDS else WAIT_BOUNDS
 
 
 def series(name: str, *labels: str) -> str:
-    """The key of one series in a snapshot: `misses{reason="no_room"}`, or the bare name where there is no label."""
+    """Key of one series in a snapshot: `misses{reason="no_room"}`, or the bare name where there is no label."""
     named = zip(_BY_NAME[name].label_names, labels, strict=False)
     text = ",".join(f'{label}="{value}"' for label, value in named)
     return f"{name}{{{text}}}" if text else name
 
 
 def tiers_in(snapshot: Iterable[str], metric: str = "capacity_blocks") -> list[str]:
-    """The labels of the tiers for which a snapshot has this metric, memory first, then in the user's order."""
+    """Labels of the tiers for which a snapshot has this metric, memory first, then in the user's order."""
     head = f'{metric}{{tier="'
     return [name.removeprefix(head)[:-2] for name in snapshot if name.startswith(head)]
 
 
 @dataclass(slots=True)
 class _Times:
-    """One series of a histogram: how many times fell into each bucket, their sum, and a few of them, drawn evenly."""
+    """One series of a histogram: counts of times by bucket, their sum in seconds, and a few times, drawn evenly."""
 
     bounds: Sequence[float]
     keys: tuple[str, ...]
-    """How a snapshot names its buckets, its count and its sum: to build that in a scheduler's step takes too long."""
+    """Names of its buckets, count and sum in a snapshot, made once: too slow for a scheduler's step."""
     counts: list[int]
     total: float = 0.0
     seen: int = 0
@@ -301,7 +311,7 @@ class _Times:
 
 
 class Metrics:
-    """The counts of one process. Safe to call from several threads; every call is O(1) but `snapshot`."""
+    """Counts of one process. Safe to call from several threads; every call is O(1) but `snapshot`."""
 
     __slots__ = ("_draw", "_keys", "_lock", "_refused", "_times", "_values")
 
@@ -315,7 +325,7 @@ class Metrics:
         self.use_tiers(())
 
     def use_tiers(self, labels: Sequence[str]) -> None:
-        """Have a series for each of these tiers, from now on; those that there are stay."""
+        """Add series for these tiers; the existing series stay."""
         with self._lock:
             for metric in METRICS:
                 for label in metric.label_values((MEMORY, *labels)):
@@ -327,8 +337,8 @@ class Metrics:
                         if not metric.when_known:
                             self._values.setdefault(name, 0)
 
-    def tell(self, name: str, *labels: str) -> None:
-        """Set a gauge that is 1 and says something in its labels."""
+    def set_info(self, name: str, *labels: str) -> None:
+        """Set a gauge to 1 with these labels, which hold its information."""
         clean = (label.translate(_UNQUOTED) for label in labels)
         with self._lock:
             self._values[series(name, *clean)] = 1
@@ -343,7 +353,7 @@ class Metrics:
                 self._refuse(f"{series(name, label)} was to grow by {amount}; a counter grows by 0 or more")
 
     def raise_to(self, name: str, total: int, label: str = "") -> None:
-        """Set a total that is counted elsewhere, for example in the ledger. A total below the last one is refused."""
+        """Set a total counted by another part, for example the ledger. A total below the last one is refused."""
         key = self._key("counter", name, label)
         with self._lock:
             if total >= self._values[key]:
@@ -386,7 +396,9 @@ class Metrics:
         with self._lock:
             for key, times in self._times.items():
                 if times.seen:
-                    taken[series(*key)], times.samples, times.seen = times.samples, [], 0
+                    taken[series(*key)] = times.samples
+                    times.samples = []
+                    times.seen = 0
         return taken
 
     def snapshot(self) -> Snapshot:
@@ -398,11 +410,12 @@ class Metrics:
         return shot
 
     def check(self) -> None:
-        """Raise PactViolation if a count was refused, or if lookups hit or missed that were not made."""
+        """Raise PactViolation if a count was refused, or if there are more hits and misses than lookups."""
         if self._refused is not None:
             raise PactViolation(self._refused)
         with self._lock:
-            lookups, hits = self._values["lookups"], self._values["hits"]
+            lookups = self._values["lookups"]
+            hits = self._values["hits"]
             misses = sum(self._values[series("misses", reason)] for reason in MissReason)
         if hits + misses > lookups:
             raise PactViolation(f"{hits} lookups hit and {misses} missed of {lookups} made; each does one of the two")
@@ -424,13 +437,13 @@ class Metrics:
 
 
 _UNQUOTED: Final = {ord('"'): "%22", ord("\\"): "%5C", ord("\n"): "%0A"}
-"""What may not stand in a label as `series` writes it."""
+"""Escapes of the characters that a label may not hold as `series` writes it."""
 
 
 def lost_blocks(snapshot: Mapping[str, float]) -> int:
-    """Return how many of the saved blocks no tier holds any more, at least; never more than were saved.
+    """Least number of saved blocks that no tier holds any more; never more than were saved.
 
-    No more than memory and the tiers together lack, and no more than each of them was not given or has evicted.
+    No more than memory and the tiers together lack, and no more than each of them did not get or has evicted.
     """
     saved = snapshot.get("saved_blocks", 0)
     lost = saved - sum(value for name, value in snapshot.items() if name.startswith("held_blocks{"))
@@ -441,10 +454,11 @@ def lost_blocks(snapshot: Mapping[str, float]) -> int:
 
 
 def explain_misses(snapshot: Mapping[str, float]) -> str:
-    """One readable line: how many lookups hit, and the most frequent reason of the misses."""
-    lookups, spared = int(snapshot["lookups"]), int(snapshot["spared_lookups"])
+    """One line for people: the number of lookups that hit, and the most frequent reason of the misses."""
+    lookups = int(snapshot["lookups"])
+    spared = int(snapshot["spared_lookups"])
     if not lookups + spared:
-        return "no lookups yet: the engine is starting, or no prompt has come"
+        return "no lookups yet: the engine is starting, or has had no prompt"
     misses = {reason: int(snapshot[series("misses", reason)]) for reason in MissReason}
     missed = sum(misses.values())
     line = f"{lookups - missed:,} of {lookups:,} lookups hit"
@@ -458,19 +472,18 @@ def explain_misses(snapshot: Mapping[str, float]) -> str:
 
 
 def _why_not_stored(snapshot: Mapping[str, float]) -> str:
-    saved, dropped = int(snapshot["saved_blocks"]), int(snapshot["dropped_blocks"])
+    saved = int(snapshot["saved_blocks"])
+    dropped = int(snapshot["dropped_blocks"])
     lost = lost_blocks(snapshot)
     if not saved:
         dropped_too = f" ({dropped:,} blocks dropped)" if dropped else ""
-        others = "what a store holds of another model, dtype, block size or layout does not fit, see `kvpact inspect`"
+        others = "blocks of another model, dtype, block size or layout do not fit, see `kvpact inspect`"
         return f"; nothing was saved yet{dropped_too}; {others}"
     if snapshot.get("unnamed_weights"):
         return (
-            "; since the last reset the engine's weights have no name, so that it has what it stores for itself alone: "
-            "say `kvpact_set_weights_version`, see docs/weights.md"
+            "; since the last reset the engine's weights have no version, so it shares nothing: call "
+            "`kvpact_set_weights_version`, see docs/weights.md"
         )
     if lost * 2 > saved:
-        return f"; {lost:,} of {saved:,} saved blocks are held nowhere now: more memory or a larger tier would help"
-    return (
-        "; each new prompt misses once, those that differ early always (a date or a name in the first block is enough)"
-    )
+        return f"; {lost:,} of {saved:,} saved blocks are stored nowhere now: more memory or a larger tier would help"
+    return "; new prompts always miss the first time; a date or a name near the start makes every prompt new"

@@ -1,8 +1,8 @@
 """Files that belong to this user, or to one group, also in a directory that every user may write to.
 
-Owns the folder `kvpact` inside a directory that a user names, the modes of files and folders in it, and how files are
-made and replaced: never through a link, never overwriting an existing file, and independent of the umask. And what is
-kept in the user's cache folder.
+Owns the folder `kvpact` inside a directory that a user names, the modes of files and folders in it, and the ways to
+create and replace files: never through a link, never overwriting an existing file, and independent of the umask. And
+the files in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from kvpact.errors import DataError, TierError
 logger = logging.getLogger(__name__)
 
 OWN_FOLDER: Final = "kvpact"
-"""The name of kvpact's folder inside the directory that a user names."""
+"""Name of kvpact's folder inside the directory that a user names."""
 
 NAMED_MODE: Final = 0o755
 """Mode of a named directory that kvpact makes: other users may pass through it, but not add or rename files."""
 
 _MAKING_SECONDS: Final = 1.0
-"""How long another member of the group may take between making the folder and opening it to the group."""
+"""Seconds that another member of the group may take between making the folder and opening it to the group."""
 
 _RETRY_SECONDS: Final = 0.05
 _OTHERS: Final = 0o007
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 UNABLE: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What a file system answers that has no modes, links or times, about a file of this user; or a container."""
+"""Errors from file systems without modes, links or times, about a file of this user; or from a container."""
 
 _SHARED_BITS: Final = 0o2070
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 class NotOurs(TierError):
-    """A file or folder that kvpact would use is another user's, is a link, or cannot be made. One line for people."""
+    """File or folder of another user, a link, or one that cannot be made, so that kvpact cannot use it."""
 
 
 def group_number(name: str) -> int:
-    """The number of a group by its name or number. Raises ValueError if this machine knows no such group."""
+    """Number of a group by its name or number. Raises ValueError if this machine knows no such group."""
     if name.isascii() and name.isdecimal():
         return int(name)
     try:
@@ -62,13 +62,13 @@ def group_number(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may read and write: this user alone, or with the members of one `group` (its number)."""
+    """Right to read and write: for this user alone, or also for the members of one `group` (its number)."""
 
     group: int | None = None
 
     @classmethod
     def of(cls, name: str | None) -> Access:
-        """For a group's name or number, as in `?group=NAME`. Raises NotOurs if this machine knows no such group."""
+        """Access for a group's name or number, as in `?group=NAME`. Raises NotOurs if there is no such group."""
         try:
             return cls(None if name is None else group_number(name))
         except ValueError as error:
@@ -84,7 +84,7 @@ class Access:
         return 0o700 if self.group is None else 0o2770
 
     def create(self, path: Path, flags: int = os.O_WRONLY) -> int:
-        """A new file, open. Raises FileExistsError if anything has that name, a link included, and OSError."""
+        """Create and open a file. Raises FileExistsError if anything has that name, a link included, and OSError."""
         descriptor = open_own(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             self.settle(descriptor, self.file_mode)
@@ -94,7 +94,7 @@ class Access:
         return descriptor
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, which is made if it is not there; never through a link. Raises OSError."""
+        """Open a file, or create it if it is missing; never through a link. Raises OSError."""
         while True:
             try:
                 return open_own(path, flags)
@@ -103,20 +103,20 @@ class Access:
                     return self.create(path, flags)
 
     def make_folder(self, path: Path) -> None:
-        """A folder, if it is not there. Raises OSError."""
+        """Make a folder if it is missing. Raises OSError."""
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
             self.settle(path, self.folder_mode)
 
     def make_parents(self, path: Path, below: Path) -> None:
-        """The folders between `below`, which is there, and `path`. Raises OSError."""
+        """Make the folders between `below`, which exists, and `path`. Raises OSError."""
         for folder in reversed(path.relative_to(below).parents[:-1]):
             self.make_folder(below / folder)
 
     def settle(self, what: int | Path, mode: int) -> None:
-        """Give a file or folder of ours its group and mode, if it has others: the umask may have taken bits away.
+        """Give a file or folder of ours its group and mode, if it has others: the umask may have cleared bits.
 
-        Where the file system keeps no modes it has those of the folder, of which one warning tells.
+        A file system without modes gives it those of the folder, about which there is one warning.
         """
         found = os.stat(what)
         if self.group is not None and found.st_gid != self.group:
@@ -129,25 +129,25 @@ class Access:
                     raise
 
     def admits(self, found: os.stat_result) -> bool:
-        """Whether another member's folder is open to the group, and to no other user."""
+        """True if another member's folder is open to the group, and to no other user."""
         return found.st_gid == self.group and found.st_mode & (_SHARED_BITS | _OTHERS) == _SHARED_BITS
 
 
 class OwnFolder:
-    """The folder `kvpact` inside a directory, held open: it stays the same even if it is renamed or replaced."""
+    """Folder `kvpact` inside a directory, held open: it stays the same even if it is renamed or replaced."""
 
     def __init__(self, path: Path, descriptor: int | None, access: Access) -> None:
         self.path = path
-        """For messages."""
+        """Path in messages."""
         self.held = path if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
-        """The path to use, valid in this process only."""
+        """Path to use, valid in this process only."""
         self.access = access
         self._descriptor = descriptor
         self._release = weakref.finalize(self, os.close, descriptor) if descriptor is not None else None
 
     @classmethod
     def make(cls, parent: Path, access: Access, name: str = OWN_FOLDER) -> OwnFolder:
-        """The folder inside `parent`, made if missing; so is `parent`, if only the last part of its path is missing.
+        """Open the folder inside `parent`; make it, and the last part of the path of `parent`, if missing.
 
         Raises:
             NotOurs: the folder is another user's or a link, or cannot be made.
@@ -159,7 +159,7 @@ class OwnFolder:
 
     @classmethod
     def again(cls, parent: Path, access: Access, name: str = OWN_FOLDER) -> OwnFolder:
-        """The folder inside `parent`, which is there. Raises NotOurs and OSError."""
+        """Open the folder inside `parent`, which exists. Raises NotOurs and OSError."""
         path = parent / name
         folder = cls(path, _open_path(path), access)
         deadline = time.monotonic() + _MAKING_SECONDS
@@ -171,7 +171,7 @@ class OwnFolder:
 
     @property
     def is_there(self) -> bool:
-        """Whether the folder exists; false only after `look`."""
+        """True if the folder exists; False only after `look`."""
         return self._release is not None
 
     def require_ours(self) -> None:
@@ -181,7 +181,7 @@ class OwnFolder:
 
     @classmethod
     def look(cls, parent: Path) -> OwnFolder:
-        """The folder inside `parent` as it is, of any owner, or a place where there is none, to be read only.
+        """Open the folder inside `parent` for reading, whoever owns it, even if there is none.
 
         Raises:
             NotOurs: a link or a file has its name.
@@ -195,7 +195,7 @@ class OwnFolder:
         return cls(path, descriptor, Access(found.st_gid if found.st_mode & _SHARED_BITS == _SHARED_BITS else None))
 
     def lost(self) -> str:
-        """Why `path` is another folder than this one now; "" if it is this one. Waits for the file system."""
+        """Reason why `path` is another folder than this one now; "" if it is this one. Waits for the file system."""
         return "" if self._descriptor is None else lost_from(self.path, self._descriptor)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ PRIVATE: Final = Access()
 def open_own(path: Path, flags: int, mode: int = 0) -> int:
     """`os.open` of a file, but never through a link, and not inherited by other programs. Raises OSError.
 
-    What is no file, such as a FIFO that somebody planted, is refused at once (ENXIO) instead of waited for.
+    Refuses at once (ENXIO) anything but a file, such as a planted FIFO, which would block.
     """
     with closing(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -225,7 +225,7 @@ def open_own(path: Path, flags: int, mode: int = 0) -> int:
 
 
 def lost_from(path: Path, descriptor: int) -> str:
-    """Why an open file or folder is not what `path` names now; "" if it is, or nobody can say. Waits for I/O.
+    """Reason why `path` names another file or folder than an open one; "" if it does not, or is unknown. Waits for I/O.
 
     While it is open no other gets its inode's number. Raises OSError for the descriptor alone.
     """
@@ -242,7 +242,7 @@ def lost_from(path: Path, descriptor: int) -> str:
 
 @contextmanager
 def closing(descriptor: int) -> Iterator[int]:
-    """The descriptor, which is closed at the end."""
+    """Context that closes the descriptor at its end."""
     try:
         yield descriptor
     finally:
@@ -254,8 +254,8 @@ def replace_own(
 ) -> None:
     """Write a file with this content at `path`; readers see the old or the new file, never a part of one.
 
-    It is first written to `beside`, by default a random name in the same folder. `durable`: after return the file
-    survives a power cut. Raises OSError; then the old file is still there.
+    Writes to `beside` first, by default a random name in the same folder. `durable`: after return the file survives a
+    power cut. Raises OSError; then the old file is still there.
     """
     beside = beside or path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     descriptor = access.create(beside)
@@ -276,10 +276,10 @@ def replace_own(
 
 
 class CacheFile:
-    """A JSON object in a file of the user's cache folder, for what can be had again if it is lost.
+    """JSON object in a file of the user's cache folder, for values that can be computed again if it is lost.
 
-    Several processes may use it at once: it is replaced as a whole. A damaged file, or one that another user could have
-    written, counts as empty.
+    Several processes may use it at once, as each replaces it as a whole. A damaged file, or one that another user could
+    have written, counts as empty.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -296,7 +296,7 @@ class CacheFile:
         return cls(folder / OWN_FOLDER / name)
 
     def read(self) -> dict[str, object]:
-        """The object; empty if there is none."""
+        """Read the object; empty if there is none."""
         if self.path is None:
             return {}
         try:
@@ -316,16 +316,16 @@ class CacheFile:
 
 
 def _read_if_ours(path: Path) -> bytes:
-    """The file's content if no other user can have written it, else b"". Raises OSError."""
+    """Content of a file that no other user can have written, else b"". Raises OSError."""
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         found = os.fstat(file.fileno())
         return file.read() if found.st_uid == os.geteuid() and not found.st_mode & 0o022 else b""
 
 
 def sync_file(descriptor: int) -> None:
-    """When this returns, a power cut takes nothing of the file, where its file system can promise that.
+    """Make a file survive a power cut, where its file system supports that.
 
-    Raises OSError if it can and did not.
+    Raises OSError if it does and failed.
     """
     try:
         os.fsync(descriptor)
@@ -335,7 +335,7 @@ def sync_file(descriptor: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """When this returns, a power cut takes back no name in the folder, where its file system can promise that."""
+    """Make the names in a folder survive a power cut, where its file system supports that."""
     with suppress(OSError), closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as descriptor:
         os.fsync(descriptor)
 
@@ -368,10 +368,10 @@ def _make_folder(path: Path, wanted: Path) -> None:
 
 
 def require_makeable(wanted: Path) -> None:
-    """Raise NotOurs if `wanted` cannot be made, or a folder in it if it is there.
+    """Raise NotOurs if `wanted` cannot be made, or a folder in it if it exists.
 
-    Tried with a file that has no name, which changes nothing; where the file system has none of these, or refuses it,
-    with a folder of another name, which is removed at once.
+    Tries it with an unnamed file, which changes nothing; where the file system does not support or refuses it, with a
+    folder of another name, which is removed at once.
     """
     place = wanted if os.path.lexists(wanted) else wanted.parent
     if not place.is_dir():
@@ -393,7 +393,7 @@ def _takes_unnamed_files(place: Path) -> bool:
 
 
 def _open_path(path: Path) -> int:
-    """A descriptor that needs no permission on the folder; for its status and for paths through it."""
+    """Open a descriptor that needs no permission on the folder; for its status and for paths through it."""
     try:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:
@@ -401,16 +401,16 @@ def _open_path(path: Path) -> int:
     except NotADirectoryError:
         if not path.parent.is_dir():
             raise
-        what = f"a link to {os.readlink(path)}" if path.is_symlink() else "not a directory"
+        found = f"a link to {os.readlink(path)}" if path.is_symlink() else "not a directory"
         raise NotOurs(
-            f"{path} is {what}; kvpact needs that name for a folder of its own: remove it, or give another directory"
+            f"{path} is {found}; kvpact needs that name for a folder of its own: remove it, or give another directory"
         ) from None
 
 
 def _settled(folder: OwnFolder, parent: Path) -> bool:
-    """Whether the folder is ours, which then has the right mode, or the group's.
+    """True if the folder is ours, with the right mode, or open to the group; False while another member makes it.
 
-    Raises NotOurs if it belongs to a user who does not open it to us.
+    Raises NotOurs if it belongs to a user who does not share it.
     """
     found = os.stat(folder.held)
     if found.st_uid in (os.geteuid(), _owner_of_new(parent, found.st_uid)):
@@ -441,7 +441,7 @@ def _require_modes(folder: OwnFolder) -> None:
 
 
 def _owner_of_new(parent: Path, claimed: int) -> int:
-    """The owner of files that this process makes there: a file server may map root to another user (root_squash)."""
+    """Owner of files that this process makes there: a file server may map root to another user (root_squash)."""
     if claimed == os.geteuid():
         return claimed
     probe = parent / f".{OWN_FOLDER}-{secrets.token_hex(8)}"
@@ -462,4 +462,4 @@ def _foreign(folder: OwnFolder) -> str:
     right = "name another directory for this user, or have that folder removed"
     if folder.access.group is not None:
         right = f"with ?group= its mode must be 2770, its group {folder.access.group}, and this user a member of that"
-    return f"{folder.path} is not a folder of user {os.geteuid()} ({whose}), who would keep files there: {right}"
+    return f"{folder.path} is not a folder of user {os.geteuid()} ({whose}): {right}"

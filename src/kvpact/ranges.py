@@ -1,6 +1,6 @@
 """Ranges of a request's blocks, and sets of them.
 
-Owns their algebra: unions, intersections, hulls. Never looks at what is in a block.
+Owns their algebra: unions, intersections, hulls. Never reads a block's content.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RangeSet:
         return RangeSet.of(*self.ranges, *other.ranges)
 
     def intersection(self, other: RangeSet) -> RangeSet:
-        """Blocks in both sets; how saves combine over ranks (P10)."""
+        """Blocks in both sets; saves combine so over ranks (P10)."""
         if self.ranges == other.ranges:  # as nearly always: all ranks have copied the whole job
             return self
         return self.difference(self.difference(other))
@@ -90,13 +90,13 @@ class RangeSet:
         return RangeSet(tuple(kept))
 
     def hull(self) -> BlockRange | None:
-        """The smallest single range that covers the set; how failures combine over ranks (P10). None if empty."""
+        """Smallest single range that covers the set, None if empty; failures combine so over ranks (P10)."""
         if not self.ranges:
             return None
         return BlockRange(self.ranges[0].start, self.ranges[-1].end - self.ranges[0].start)
 
     def prefix_from(self, start: int) -> int:
-        """How many blocks in a row are in the set from `start` on."""
+        """Number of consecutive blocks in the set from `start` on."""
         for item in self.ranges:
             if 0 <= start - item.start < item.count:
                 return item.start + item.count - start
@@ -118,6 +118,6 @@ NO_RANGES = RangeSet()
 
 
 def hull(ranges: Iterable[RangeSet]) -> RangeSet:
-    """The hull over several ranks' failed sets, as a set."""
+    """Hull over several ranks' failed sets, as a set."""
     whole = RangeSet.of(*[item for ranges_of_rank in ranges for item in ranges_of_rank.ranges]).hull()
     return RangeSet.of(whole) if whole else NO_RANGES

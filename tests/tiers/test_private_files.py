@@ -21,6 +21,7 @@ import pytest
 
 from chain_calls import put_document, served_of_document
 from kvpact.cache.stats_file import StatsFile
+from kvpact.cache.status import EngineStatus
 from kvpact.errors import TierError
 from kvpact.identity.keys import Namespace
 from kvpact.identity.weights import DigestMemory, FileStamp
@@ -160,7 +161,7 @@ def test_h84_small_files_are_for_the_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         file = StatsFile(tmp_path / "stats.json")
-        file.close({"lookups": 1.0})
+        file.close(EngineStatus(pid=1, model="m", block_size=16, metrics={"lookups": 1.0}))
         (tmp_path / "weights").write_bytes(b"weights")
         memory = DigestMemory(tmp_path / "cache" / "kvpact" / "weights.json")
         memory.remember(tmp_path / "weights", FileStamp.of(tmp_path / "weights"), "ab" * 32)
@@ -292,8 +293,9 @@ def test_h86_a_temporary_name_never_follows_a_link(place: Path, tmp_path: Path) 
     tier = open_here("disk", place)
     assert put(tier, "one") == 4
     tier.close()
-    StatsFile(place / "stats.json").close({"lookups": 1.0})
-    assert json.loads((place / "stats.json").read_text()) == {"lookups": 1.0}
+    status = EngineStatus(pid=1, model="m", block_size=16, metrics={"lookups": 1.0})
+    StatsFile(place / "stats.json").close(status)
+    assert json.loads((place / "stats.json").read_text())["engines"][0]["metrics"] == status.metrics
     assert precious.read_text() == "precious"
 
 

@@ -6,7 +6,6 @@ Run in forks of `scene_host`. A scene that takes a folder and is run twice on it
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -24,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engines import BLOCK, BLOCK_BY_BLOCK
-from kvpact_testkit.demo.engine import BASE_ARGUMENTS
+from kvpact_testkit.demo.engine import BASE_ARGUMENTS, counts_in
 from kvpact_testkit.demo.model import TINY_SHAPE
 from tiny_engine import kvpact_transfer_config, prompt
 
@@ -235,7 +234,7 @@ async def _stream(model: Path, folder: Path) -> tuple[list[list[Said]], Said, di
         sampling = _streamed(RequestOutputKind.FINAL_ONLY)
         outputs = [output async for output in llm.generate(prompt_of(text), sampling, "at once")]
         await asyncio.sleep(1.0)
-        return sessions, said(outputs[-1]), json.loads(file.read_bytes())
+        return sessions, said(outputs[-1]), counts_in(file)
     finally:
         llm.shutdown()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from engines import BLOCK, BLOCK_BY_BLOCK, kvpact_transfer_config
 from forked_engine import ForkedEngine
-from kvpact_testkit.demo.engine import EngineSettings
+from kvpact_testkit.demo.engine import EngineSettings, counts_in
 from kvpact_testkit.demo.messages import Output
 
 HERE = Path(__file__).parent
@@ -98,7 +98,7 @@ class FaultyEngine:
     def count(self, name: str) -> float:
         """One of kvpact's counts, as the idle engine writes them; the file is read until it stays as it is."""
         path, before = self.control.parent / "stats.json", None
-        while before != (now := json.loads(path.read_text()) if path.exists() else None) or now is None:
+        while before != (now := counts_in(path) if path.exists() else None) or now is None:
             before = now
             time.sleep(0.3)
         return float(now[name])

@@ -5,7 +5,6 @@ The model is called by its name on the hub, without a revision, and lies in a hu
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -32,10 +31,9 @@ from documents import PACKAGES, block_with, filled_in
 from engines import BLOCK, prompt
 from environments import new_environment
 from hub_cache import add_commit
-from kvpact.cache.stats_file import stats_files
 from kvpact.metrics import series
 from kvpact.tiers.disk.inspection import scan_directory
-from kvpact_testkit.demo.engine import CORES, one_core_each, session_members
+from kvpact_testkit.demo.engine import CORES, counts_in, one_core_each, session_members
 from leftovers import slabs_still_locked
 from servers.http_server import STOP_SECONDS, Answer, Server
 from slab_scenes import files_in
@@ -257,7 +255,7 @@ def test_h105_h115_what_runs_at_sigterm_is_answered_stored_and_counted(
     assert server.process.wait(STOP_SECONDS) == 0
     asks.join()
     assert [answer.finish_reason for answer in answers] == ["length"]
-    counts = json.loads(stats.read_text())
+    counts = counts_in(stats)
     assert counts["lookups"] == len(PROMPTS) + 1
     blocks = BLOCKS * len(PROMPTS) + (len(long) + LONG - 1) // BLOCK
     assert counts[series("written_blocks", "disk")] == blocks
@@ -306,11 +304,9 @@ def test_h59_two_replicas_are_killed_and_both_find_what_both_stored(house: House
     assert [[answer.cached_tokens for answer in one] for one in found] == everywhere
     assert all(one.same_as(other) for of_one in found for one, other in zip(of_one, answers, strict=True))
     assert len({slab.in_use_by for slab in scan_directory(house.disk)}) == 2
-    counts = stats_files(stats)
+    counts = [counts_in(path) for path in (stats, stats.with_name("stats-1.json"))]
     server.kill()
-    assert [path.name for path in counts] == ["stats.json", "stats-1.json"]
-    written = [json.loads(path.read_text())[series("written_blocks", "disk")] for path in counts]
-    assert written == [2 * BLOCKS] * 2
+    assert [one[series("written_blocks", "disk")] for one in counts] == [2 * BLOCKS] * 2
     assert slabs_still_locked(house.disk) == []
     again = start([*command, "--api-server-count", "1"], **of_two)
     time.sleep(SEEN_S)
@@ -433,7 +429,7 @@ def test_what_happens_in_operation_costs_hits_and_no_answer(house: House, start:
     assert set(ends) <= {"length", "abort"}, "vLLM ends those whole that it has taken in, and refuses the others"
     assert ends.count("length") >= 2, ends
     assert server.process.wait(60) == 0
-    counts = json.loads(stats.read_text())
+    counts = counts_in(stats)
     assert counts["leases_held"] == counts["hook_errors"] == 0
     ours = [line for line in server.log.read_text().splitlines() if "kvpact" in line]
     assert len(ours) <= MOST_LINES, "\n".join(ours)

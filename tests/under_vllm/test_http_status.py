@@ -135,9 +135,9 @@ def test_h128_a_healthy_engine_that_nobody_has_asked_is_not_down_and_one_whose_t
     for arguments in ((page,), ()):
         told = kvpact("status", *arguments)
         assert told.exit_code == 1, "the redis server is away"
-        (disk,) = [line for line in told.stdout.splitlines() if line.startswith(" by disk")]
+        (disk,) = [line for line in told.stdout.splitlines() if line.startswith(" from disk")]
         assert disk.endswith(", not asked yet"), arguments
-        assert "to change       bring back redis, which is down: " in told.stdout
+        assert "to change          redis is down: " in told.stdout
     healths = [
         {name: value for name, value in status(*arguments)[1]["metrics"].items() if "tier_up" in name}
         for arguments in ((page,), ())
@@ -221,7 +221,7 @@ def check_a_dead_tier(server: Server, page: str) -> None:
     (tier,) = seen["tiers"]
     assert code == 1
     assert tier["trouble"]
-    assert seen["to_change"].startswith("bring back ")
+    assert seen["to_change"].startswith(f"{tier['name']} is down")
     assert "DOWN" in kvpact("status").stdout
     once(lambda: kvpact("status", page).exit_code == 1, 10.0)
     assert kvpact("status", page).exit_code == 1

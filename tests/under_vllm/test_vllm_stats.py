@@ -185,7 +185,7 @@ def test_every_count_has_a_series_on_the_endpoint() -> None:
     metrics.use_tiers(["redis", "rack", "disk"])
     metrics.observe("lookup_seconds", 0.003, "rack")
     metrics.observe("lookup_seconds", 0.2, "rack")
-    metrics.tell("tier_info", "rack", "redis://***@two")
+    metrics.set_info("tier_info", "rack", "redis://***@two")
     now = count(step=INTERVAL_SECONDS)
     collector = StatsCollector(metrics.snapshot, lambda: next(now), metrics.collect_samples)
     assert collector.collect() is None

@@ -17,7 +17,7 @@ from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
 from kvpact.cache.ledger import Plan
 from kvpact.cache.stats_file import StatsFile
-from kvpact.cache.status import status_of
+from kvpact.cache.status import EngineStatus, status_of
 from kvpact.cache.status_socket import StatusSocket
 from kvpact.cache.totals import found_in
 from kvpact.cache.weights_watch import WeightsWatch
@@ -73,7 +73,7 @@ class MountedCache:
         known, weights, adapters, seal = identity
         self.segments = [hello.segment for hello in hellos]
         self._may_have_counted = True
-        """Whether counts may differ from those that `stats_file` was last offered."""
+        """Whether counts may differ from those last offered to `stats_file`."""
         self._is_given_up, self._metrics = False, metrics
         self.queues: tuple[TierExecutor, ...] = ()
         self.step_lookup: SupportsStepLookup | None = None
@@ -83,8 +83,8 @@ class MountedCache:
         arena, attached = attach_all(hellos)
         metrics.use_tiers(labels := tier_labels(config.tiers))
         for label, url in zip(labels, config.tiers, strict=True):
-            metrics.tell("tier_info", label, str(url))
-        metrics.tell("info", __version__, str(groups.block_size), str(arena.num_ranks))
+            metrics.set_info("tier_info", label, str(url))
+        metrics.set_info("info", __version__, str(groups.block_size), str(arena.num_ranks))
         self._arena = arena
         self.last_save = 0
         """The last save that the workers were told of, by its job id."""
@@ -116,6 +116,8 @@ class MountedCache:
         adapters.bind(LoadedAdapters(notices), reported=all(hello.watches_weights for hello in hellos))
         self._stats_file = StatsFile(config.stats_file, replica) if config.stats_file else None
         self._status_socket: StatusSocket | None = None
+        self._model = ""
+        self._verdict = StartVerdict()
         is_plain = groups == one_group(groups.block_size)
         logger.info(
             "kvpact: %s of memory for %s, %s, namespace %s",
@@ -199,10 +201,13 @@ class MountedCache:
         return self.own.observe() if self.own is not None else self._metrics.snapshot()
 
     def listen(self, model: str, verdict: StartVerdict) -> None:
-        """From now on, until the end, people of this user may ask how the engine with this model does."""
-        self._status_socket = StatusSocket(
-            lambda: status_of(self.own, self._metrics, model, self._block_size, verdict).encoded()
-        )
+        """Answer this user's `kvpact status` for the engine with this model, from now on until the end."""
+        self._model = model
+        self._verdict = verdict
+        self._status_socket = StatusSocket(lambda: self._status().encoded())
+
+    def _status(self) -> EngineStatus:
+        return status_of(self.own, self._metrics, self._model, self._block_size, self._verdict)
 
     def reset(self) -> None:
         """The engine says that the weights may change."""
@@ -215,11 +220,12 @@ class MountedCache:
             queue.flush()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping without requests. At rest the counts are written, if configured."""
+        """Whether the engine must keep stepping without requests. At rest `stats_file` is written."""
         self.use_late_tiers()
         pending = self.cache.has_pending_work
         if self._stats_file is not None and self._may_have_counted and not pending:
-            self._stats_file.offer(self.observe())
+            self.observe()
+            self._stats_file.offer(self._status())
             self._may_have_counted = False
         return pending
 
@@ -230,14 +236,14 @@ class MountedCache:
         self.use_late_tiers()
         if self._late_tiers is not None:
             self._late_tiers.close()
-        snapshot = self.observe()
-        logger.info("kvpact: %s", explain_misses(snapshot))
+        logger.info("kvpact: %s", explain_misses(self.observe()))
+        status = self._status()
         self.weights.close()
         self._adapters.bind(None)
         self.cache.shutdown()
         self._arena.close()
         if self._stats_file is not None:
-            self._stats_file.close(snapshot)
+            self._stats_file.close(status)
 
 
 def answer_without_cache(metrics: Metrics, model: str, block_size: int, verdict: StartVerdict) -> StatusSocket:

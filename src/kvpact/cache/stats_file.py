@@ -1,8 +1,8 @@
-"""The counts as a small JSON file, for a program beside the engine that has to know when the cache is at rest.
+"""An engine's status as a JSON file, for engines that have ended and for programs that have no server to ask.
 
 Written only if configured (`stats_file`), only while the engine is idle, as a whole, and by a thread of its own: the
 scheduler's thread never waits for a file system. Engines of one configuration write a file each, numbered from 1 on
-beside the first one, and the lock on a file beside that says which engines live.
+beside the first one, and claim it by the lock on a file beside it.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import threading
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import Empty, Full, Queue
 
 import msgspec
 
+from kvpact.cache.status import EngineStatus, status_document
 from kvpact.errors import reason_of
-from kvpact.own_files import PRIVATE, closing, open_own, replace_own
+from kvpact.own_files import PRIVATE, replace_own
 from kvpact.threads import start_background
 from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
-"""Seconds that the last counts, and those before them, may take to be written."""
+"""Seconds that the last status, and the one before it, may take to be written."""
 
 TRIES = 50
 """How often a name is tried, every `RETRY_SECONDS`: the threads of an engine that was just killed may keep its lock."""
@@ -43,58 +42,35 @@ def numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}-{number}{path.suffix}") if number else path
 
 
-def stats_files(path: Path) -> list[Path]:
-    """The files of all engines whose `stats_file` is `path`: of those that live, or of all if none does.
-
-    `path` alone if there is none.
-    """
-    named = re.compile(rf"{re.escape(path.stem)}-([1-9][0-9]*){re.escape(path.suffix)}")
-    others = (named.fullmatch(other.name) for other in path.parent.glob("*"))
-    numbers = [0, *sorted(int(match[1]) for match in others if match is not None)]
-    found = [file for number in numbers if (file := numbered(path, number)).exists()]
-    return [file for file in found if _is_alive(file)] or found or [path]
-
-
 def _lock_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def _is_alive(path: Path) -> bool:
-    """Whether the engine that wrote the file lives. It is given the lock a moment later if it wants it now."""
-    try:
-        with closing(open_own(_lock_beside(path), os.O_RDONLY)) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 class StatsFile:
-    """A JSON object of series name -> value, rewritten when a value has changed."""
+    """The document of `kvpact.cache.status.status_document` for one engine, rewritten when a count has changed."""
 
     def __init__(self, path: Path, number: int = 0) -> None:
         """`number` is this engine's among the replicas of its server, and so its file's if no other engine has that."""
-        self._path, self._number = path, number
+        self._path = path
+        self._number = number
         self._own: Path | None = None
         self._lock = -1
         self._told = LogOnce(logger)
-        self._written = b""
-        self._latest: Queue[Mapping[str, float] | None] = Queue(1)
+        self._written = dict[str, float]()
+        self._latest: Queue[EngineStatus | None] = Queue(1)
         self._thread: threading.Thread | None = None
 
-    def offer(self, snapshot: Mapping[str, float]) -> None:
-        """Let these counts be written, unless newer ones come first. Returns at once."""
+    def offer(self, status: EngineStatus) -> None:
+        """Let this status be written, unless a newer one comes first. Returns at once."""
         if self._thread is None:
             self._thread = start_background("kvpact-stats-file", self._run)
         with suppress(Empty):
             self._latest.get_nowait()
-        self._latest.put_nowait(snapshot)
+        self._latest.put_nowait(status)
 
-    def close(self, snapshot: Mapping[str, float]) -> None:
-        """Write the last counts and end the thread."""
-        self.offer(snapshot)
+    def close(self, status: EngineStatus) -> None:
+        """Write the last status and end the thread."""
+        self.offer(status)
         try:
             self._latest.put(None, timeout=CLOSE_SECONDS)
         except Full:  # a write hangs: the thread cannot be ended
@@ -104,8 +80,8 @@ class StatsFile:
 
     def _run(self) -> None:
         try:
-            while (snapshot := self._latest.get()) is not None:
-                self._write(snapshot)
+            while (status := self._latest.get()) is not None:
+                self._write(status)
         finally:
             if self._lock >= 0:
                 os.close(self._lock)
@@ -119,7 +95,7 @@ class StatsFile:
         for number in range(self._number, self._number + MOST_ENGINES):
             if self._take_lock(path := numbered(self._path, number)):
                 if number:
-                    logger.info("kvpact: the counts of this engine, one of several, are written to %s", path)
+                    logger.info("kvpact: this engine, one of several, writes its status to %s", path)
                 return path
         raise BlockingIOError(f"{MOST_ENGINES} engines have a file of its name")
 
@@ -138,15 +114,15 @@ class StatsFile:
                 wait(RETRY_SECONDS)
         return False
 
-    def _write(self, snapshot: Mapping[str, float]) -> None:
+    def _write(self, status: EngineStatus) -> None:
         """Replace the file if any count but times has changed. The first error of a kind is logged."""
-        content = msgspec.json.encode({name: value for name, value in snapshot.items() if "seconds" not in name})
-        if content == self._written:
+        counts = {name: value for name, value in status.metrics.items() if "seconds" not in name}
+        if counts == self._written:
             return
-        self._written = content
+        self._written = counts
         try:
             self._own = self._own or self._claim()
-            replace_own(self._own, msgspec.json.encode(snapshot))
-        except Exception as error:  # the thread goes on: the next counts may be written
+            replace_own(self._own, msgspec.json.encode(status_document([status])))
+        except Exception as error:  # the thread goes on: the next status may be written
             why = reason_of(error)
             self._told.log(why, logging.WARNING, "kvpact: cannot write stats_file %s: %s", self._path, why)

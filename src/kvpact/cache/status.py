@@ -1,14 +1,14 @@
-"""What an engine tells people who ask it: one JSON document, with a version.
+"""Status of an engine: one JSON document, with a version, for `kvpact status` and `stats_file`.
 
-Owns the document's form. It is made on a thread beside the scheduler's, from what that thread can be asked at any time:
-nothing here waits, and nothing is changed.
+Owns the document's form. A thread beside the scheduler's makes it from parts that can be read at any time: nothing here
+waits, and nothing is changed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
-from typing import Final
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, Final
 
 import msgspec
 
@@ -17,10 +17,33 @@ from kvpact.cache.cache import PactCache
 from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
 from kvpact.memory.arena import Standing
-from kvpact.metrics import MEMORY, Metrics, Snapshot, StartVerdict, series, tiers_in
+from kvpact.metrics import MEMORY, Metrics, MissReason, Snapshot, StartVerdict, lost_blocks, series, tiers_in
+from kvpact.units import format_age
 
 VERSION: Final = 1
 """The document's; it grows when a field gets another meaning or goes."""
+
+FEW: Final = 10
+"""Lookups below which it means nothing yet that all of them miss."""
+
+CHANGES: Final = {
+    MissReason.NOT_STORED: "nothing",
+    MissReason.TOO_SHORT: "nothing, or lower `min_match_blocks`: most prompts, or their stored parts, are too short",
+    MissReason.UNKNOWN_IDENTITY: "see docs/request-identity.md: most requests have inputs without a content digest",
+    MissReason.DISABLED: "read the engine's log: it gives the reason why the cache is off",
+    MissReason.MUST_COMPUTE: "nothing",
+    MissReason.UNALIGNED: "nothing",
+    MissReason.FAILED_BEFORE: "read the engine's log: loads fail",
+    MissReason.NO_ROOM: "raise `memory`: it has no room for blocks from the tiers",
+    MissReason.DEADLINE: "use a faster tier, or a longer `prepare_deadline`",
+    MissReason.RECOMPUTE_FASTER: "nothing, or put a faster tier in front",
+    MissReason.CROWDED: "give the engine more memory for KV, or fewer requests at once",
+    MissReason.ASKED_AT_STEP: "nothing",
+    MissReason.OVERDUE: "read the engine's log: copies do not end",
+    MissReason.TIER_DOWN: "read the engine's log: a tier was down",
+    MissReason.NOT_DELIVERED: "read the engine's log: a tier does not deliver blocks that it holds",
+}
+"""Advice by the most frequent reason of misses."""
 
 
 class TierState(msgspec.Struct):
@@ -28,11 +51,11 @@ class TierState(msgspec.Struct):
 
     name: str
     trouble: str = ""
-    """Why it is left alone; "" if it is not."""
+    """Reason why it is paused; "" if it is not."""
     complaint: str = ""
-    """What is wrong with it although it is asked: too slow, full, read-only; "" if nothing."""
+    """Fault of a tier in use: too slow, full, read-only; "" if there is none."""
     doubted_for: float = 0.0
-    """Seconds for which it has been left alone, or too slow."""
+    """Seconds for which it has been paused, or too slow."""
 
 
 class Lease(msgspec.Struct):
@@ -65,12 +88,12 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     prompts: Prompts = msgspec.field(default_factory=Prompts)
 
     def encoded(self) -> bytes:
-        """The document as an engine sends it."""
+        """Document as an engine sends it."""
         return msgspec.json.encode(self)
 
     @classmethod
     def parse(cls, raw: bytes) -> EngineStatus:
-        """The document that an engine sent. Raises DataError."""
+        """Decode the document that an engine sent. Raises DataError."""
         if not raw:
             raise DataError("the engine has not answered in time")
         try:
@@ -81,27 +104,70 @@ class EngineStatus(msgspec.Struct, kw_only=True):
             raise DataError(f"no status of an engine: {error}") from None
         raise DataError(f"version {version} of the status, not {VERSION}: the engine runs another release of kvpact")
 
+    def count(self, name: str, tier: str = "") -> int:
+        """A count of the engine, or of one tier; 0 if its release of kvpact does not have it."""
+        return int(self.metrics.get(series(name, tier) if tier else name, 0))
+
+    def tokens_by_source(self) -> dict[str, int]:
+        """Prompt tokens that were not computed, by the engine's own cache, memory and each tier."""
+        by_tier = {tier: self.count("used_tokens_from", tier) for tier in (MEMORY, *(each.name for each in self.tiers))}
+        return {"engine": self.prompts.engine_tokens} | by_tier
+
+    def to_change(self) -> str:
+        """Advice: the one thing to change."""
+        if self.verdict.unserved:
+            return self.verdict.unserved
+        missed, reason = max((self.metrics.get(series("misses", reason), 0), reason) for reason in MissReason)
+        lookups = self.count("lookups")
+        for tier in self.tiers:
+            if tier.trouble:
+                ago = f" for {format_age(tier.doubted_for)}" if tier.doubted_for else ""
+                return f"{tier.name} is down{ago}: {tier.trouble}"
+            if self.count("dropped_writes", tier.name) > self.count("written_blocks", tier.name):
+                return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
+        if not lookups + self.count("spared_lookups"):
+            return "nothing yet: no prompt has been looked up"
+        if not missed or missed * 10 < lookups:
+            return "nothing"
+        if reason is MissReason.NOT_STORED and lookups < FEW and missed == lookups:
+            return "nothing yet: a new prompt always misses; send one again"
+        if reason is MissReason.NOT_STORED and lost_blocks(self.metrics) * 2 > self.count("saved_blocks"):
+            return "raise `memory`, or add a larger tier: most saved blocks have been evicted everywhere"
+        return CHANGES[reason]
+
 
 class _Versioned(msgspec.Struct):
     version: int
 
 
-def troubles_in(metrics: Mapping[str, float], down: Container[str]) -> dict[str, str]:
-    """What is wrong with each tier of an engine, by its counts; memory is named only if something is.
+def status_document(engines: Iterable[EngineStatus], *, leases: bool = False) -> dict[str, Any]:
+    """The JSON that `kvpact status --json` prints and `stats_file` holds: tokens, seconds, bytes and blocks."""
+    left_out = {"records"} if leases else {"records", "leases"}
+    return {
+        "engines": [
+            {name: value for name, value in msgspec.to_builtins(each).items() if name not in left_out}
+            | {"tokens_by_source": each.tokens_by_source(), "to_change": each.to_change()}
+            for each in engines
+        ]
+    }
 
-    A tier that an engine does without is `down`; one that was not asked yet is not.
+
+def troubles_in(metrics: Mapping[str, float], down: Container[str]) -> dict[str, str]:
+    """Fault of each tier of an engine, "" if none, by its counts; memory only if it has one.
+
+    `down` has the tiers that an engine serves without; a tier that was not used yet is not among them.
     """
     tiers = dict.fromkeys((*tiers_in(metrics), *tiers_in(metrics, "tier_up")))
-    found = {tier: "the engine's log says why" if tier in down else "" for tier in tiers if tier != MEMORY}
-    return found | ({MEMORY: "a copy was wrong, so nothing is served"} if metrics.get("refuted_copies") else {})
+    found = {tier: "see the engine's log" if tier in down else "" for tier in tiers if tier != MEMORY}
+    return found | ({MEMORY: "a copy was wrong, so no block is served"} if metrics.get("refuted_copies") else {})
 
 
 def status_of(
     cache: PactCache | None, metrics: Metrics, model: str, block_size: int, verdict: StartVerdict | None = None
 ) -> EngineStatus:
-    """The status of an engine, with what kvpact's own cache knows if it has that.
+    """Status of an engine; with plans, records and the tiers' health if it has kvpact's own cache.
 
-    The tiers' gauges are those that the scheduler's thread has set last, but for their health.
+    The tiers' other gauges are those that the scheduler's thread has set last.
     """
     found = EngineStatus(pid=os.getpid(), model=model, block_size=block_size, metrics=metrics.snapshot())
     found.verdict = verdict or found.verdict

@@ -1,9 +1,9 @@
-"""The command `kvpact`: reads the command line, calls the part that does the work, and prints errors.
+"""Command line of `kvpact`: reads the arguments, calls the part that does the work, and prints errors.
 
 Owns exit codes (0 fine, 1 the check failed or vLLM is not started, 2 the user's mistake) and one-line errors. Never
-does the work itself, and imports what a command needs only when it runs, so that `kvpact --help` answers at once. Other
-distributions add commands as entry points of the group `COMMANDS`; of those that kvpact's own test kit adds, each says
-what to install where it is missing.
+does the work itself, and imports a command's modules only when it runs, so that `kvpact --help` answers at once. Other
+distributions add commands as entry points of the group `COMMANDS`; a missing command of kvpact's own test kit names the
+package to install.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OneLineErrors(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name) or self.find_elsewhere(cmd_name)
-        if command is not None and not command.short_help:  # of the help itself a narrow terminal would see a part
+        if command is not None and not command.short_help:  # a narrow terminal would cut the help itself
             command.short_help = (command.help or "").partition("\n\n")[0]
         return command
 
@@ -48,11 +48,11 @@ class OneLineErrors(TyperGroup):
             raise typer.Exit(1 if ctx.invoked_subcommand == "serve" else 2) from None
 
 
-def new_app(what: str, group: type[TyperGroup] = OneLineErrors, *, completes: bool = False) -> typer.Typer:
-    """An empty command whose errors are of one line; `what` is its help, `completes` whether shells can complete it."""
+def new_app(summary: str, group: type[TyperGroup] = OneLineErrors, *, completes: bool = False) -> typer.Typer:
+    """An empty command with one-line errors; `summary` is its help, `completes` lets shells complete it."""
     return typer.Typer(
         cls=group,
-        help=what,
+        help=summary,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -62,17 +62,17 @@ def new_app(what: str, group: type[TyperGroup] = OneLineErrors, *, completes: bo
 
 
 COMMANDS: Final = "kvpact.commands"
-"""The group of entry points: the name of a command, and the function that typer makes it from."""
+"""Group of entry points: a command's name, and the function that typer makes it from."""
 
 OF_THE_KIT: Final = {
     "conformance": ("kvpact[testkit]", "Run the contract's checks on a cache or connector."),
-    "demo": ("kvpact[demo]", "Show on a real vLLM what is computed once and loaded then."),
+    "demo": ("kvpact[demo]", "Show a real vLLM load the keys and values that it computed before a restart."),
 }
-"""Commands of the distribution kvpact-testkit: what brings each, and what it does."""
+"""Commands of the distribution kvpact-testkit: the package to install, and the summary."""
 
 
 class _WithOthersCommands(OneLineErrors):
-    """Looks for commands of other distributions once kvpact itself has none of that name, or when all are listed."""
+    """Adds the commands of other distributions, under names that kvpact itself does not have."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         others = {*OF_THE_KIT, *_others().names}
@@ -90,37 +90,37 @@ def _others() -> EntryPoints:
 
 
 def _others_command(name: str) -> Any:
-    """The command of another distribution, None if nobody has it; a missing or broken one says so when it is run."""
+    """Command of another distribution, None if no distribution has it; a missing or broken one says so when run."""
     entry = next(iter(_others().select(name=name)), None)
     if entry is None and name not in OF_THE_KIT:
         return None
     if entry is None:
-        reason = f"is in the test kit: pip install '{OF_THE_KIT[name][0]}'"
+        reason = f"is part of the test kit; run pip install '{OF_THE_KIT[name][0]}'"
     else:
         try:
             return _command_from(name, entry.load())
         except Exception as error:
-            reason = f"is {entry.value}, which cannot be loaded: {error}"
+            reason = f"cannot be loaded from {entry.value}: {error}"
 
     def refuse() -> None:
         raise ConfigError(f"`kvpact {name}` {reason}")
 
     any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
-    _, does = OF_THE_KIT.get(name, ("", "Another package's."))
+    _, summary = OF_THE_KIT.get(name, ("", "Command of another package."))
     return _command_from(
-        name, refuse, help=f"{does}\n\nNot there: `kvpact {name}` {reason}", context_settings=any_arguments
+        name, refuse, help=f"{summary}\n\nNot installed: `kvpact {name}` {reason}", context_settings=any_arguments
     )
 
 
 def _command_from(name: str, function: Callable[..., object], **settings: Any) -> Any:
-    """The command that typer makes of a function."""
+    """Command that typer makes of a function."""
     lone = new_app(name)
     lone.command(name, **settings)(function)
     return typer.main.get_command(lone)
 
 
 app = new_app(
-    "An external KV cache for LLM serving engines: a prompt prefix is never computed twice.",
+    "An external KV cache for LLM serving engines: loads the keys and values of prompt prefixes computed before.",
     _WithOthersCommands,
     completes=True,
 )
@@ -136,7 +136,7 @@ TierOption = Annotated[
 ]
 ThroughOption = Annotated[
     Literal["connector", "offloading"],
-    typer.Option("--through", help="kvpact's own connector, or vLLM's own offloading with kvpact's tiers below it."),
+    typer.Option("--through", help="kvpact's own connector, or vLLM's own offloading above kvpact's tiers."),
 ]
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with the same keys.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
@@ -144,7 +144,7 @@ PlaceArgument = Annotated[
     str, typer.Argument(metavar="PLACE", help="A tier's URL, or the directory of a disk tier.", show_default=False)
 ]
 KeyFileOption = Annotated[
-    Path | None, typer.Option("--record-key-file", metavar="FILE", help="The key that the records are sealed with.")
+    Path | None, typer.Option("--record-key-file", metavar="FILE", help="File with the key that seals the records.")
 ]
 
 
@@ -157,9 +157,9 @@ def _print_version(wanted: bool) -> None:
         typer.echo(f"kvpact {__version__}")
         answer_for_vllm()
         try:
-            typer.echo(f"vLLM {version('vllm')}, beside it")
+            typer.echo(f"vLLM {version('vllm')} in the same environment")
         except PackageNotFoundError:
-            typer.echo("no vLLM beside it")
+            typer.echo("no vLLM in this environment")
         raise typer.Exit
 
 
@@ -173,7 +173,7 @@ def _options(
 
 
 class _CountsUnchecked(TyperCommand):
-    """Notes how many of its last arguments stand behind `--`: those nobody has misspelt."""
+    """Counts the arguments behind `--`, which `serve` passes on unchecked."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[__name__] = len(args) - args.index("--") - 1 if "--" in args else 0
@@ -191,7 +191,7 @@ def serve(
 ) -> None:
     """Run vllm serve with kvpact as its external cache.
 
-    Options of vLLM's go to vLLM; what stands behind `--` goes there in any case, unchecked.
+    Passes vLLM's own options on to vLLM, and everything behind `--` unchecked.
     """
     from kvpact.cli.serve import serve_model
     from kvpact.cli.vllm_options import refuse_misspelt
@@ -204,18 +204,18 @@ def serve(
 def config(
     model: Annotated[str, typer.Argument(metavar="[MODEL]", help="With --check.", show_default=False)] = "",
     check: Annotated[
-        bool, typer.Option("--check", help="Say what holds of machine, vLLM, model and settings, and what to set.")
+        bool, typer.Option("--check", help="Check machine, vLLM, model and settings; print what to change.")
     ] = False,
     through: ThroughOption = "connector",
     memory: MemoryOption = None,
     tier: TierOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Print the JSON for --kv-transfer-config, checked.
+    """Check the settings and print them as JSON for --kv-transfer-config.
 
-    Merges the options with the environment (KVPACT_*) and the file. Standard error says which other options vLLM
-    needs beside it. Tiers whose URLs hold a password are left out; one line there names the variable from which vLLM's
-    process gets them. With --check nothing of that is printed, and the exit code is 1 if something is wrong.
+    Merges the options with the environment (KVPACT_*) and the file. Standard error names the other options that vLLM
+    needs. Tiers whose URLs hold a password are not printed; standard error names the environment variable that passes
+    them to vLLM. With --check, prints findings instead; exit code 1 if something is wrong.
     """
     from kvpact.cli.serve import chosen_settings
     from kvpact.cli.transfer_config import print_configuration
@@ -227,15 +227,15 @@ def config(
             raise typer.Exit(1)
         return
     if model:
-        raise ConfigError(f"kvpact config {model}: only --check takes a model")
+        raise ConfigError(f"kvpact config {model}: a model needs --check")
     print_configuration(chosen_settings(memory, tier), os.environ, config, through)
 
 
 @app.command()
 def inspect(place: PlaceArgument, json: JsonOption = False) -> None:
-    """Show what a tier holds: namespaces, blocks, bytes and ages.
+    """List a tier's namespaces, blocks, bytes and ages.
 
-    No payload is read.
+    Reads no payload.
     """
     from kvpact.cli.slabs import inspect_directory
     from kvpact.cli.stores import inspect_store, parse_place
@@ -258,10 +258,10 @@ def verify(place: PlaceArgument, json: JsonOption = False, key_file: KeyFileOpti
 
     where = parse_place(place)
     if isinstance(where, Path):
-        sound = verify_directory(where, as_json=json)
+        verified = verify_directory(where, as_json=json)
     else:
-        sound = verify_shared_store(where, as_json=json, key_file=key_file)
-    if not sound:
+        verified = verify_shared_store(where, as_json=json, key_file=key_file)
+    if not verified:
         raise typer.Exit(1)
 
 
@@ -275,52 +275,49 @@ def gc(
     older_than: Annotated[
         str | None, typer.Option("--older-than", metavar="AGE", help='Such as "7d" or "12h".', show_default=False)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how many, and remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the records or slabs, and remove none.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking for confirmation.")] = False,
 ) -> None:
-    """Remove what a tier holds of one namespace, or what no engine will ask for. Asks first.
+    """Remove a namespace from a tier, or the records that no engine will read. Asks for confirmation.
 
-    With --namespace, all of it; the first 8 digits of its name are enough. With --older-than, what was written longer
-    ago: of the named namespace, or else records of older formats and those that an engine could keep for itself alone
-    and did not live to delete. Slabs count by their last use; one that an engine is using is left alone.
+    With --namespace, all its records; the first 8 digits of its name are enough. With --older-than, records written
+    longer ago: of the named namespace, or else records of older formats and private records of engines that were
+    killed before they could delete them. Slabs count by their last use; a slab in use by an engine stays.
     """
     from kvpact.cli.stores import collect, parse_place
     from kvpact.units import parse_age
 
     where = parse_place(place)
     if older_than is None and namespace is None:
-        raise ConfigError("gc removes nothing by itself: give --namespace NAME, --older-than AGE, or both")
+        raise ConfigError("gc needs --namespace NAME, --older-than AGE, or both")
     try:
         seconds = None if older_than is None else parse_age(older_than)
     except ValueError as error:
         raise ConfigError(f'--older-than "{older_than}": {error}') from None
 
-    def said(count: int) -> str:
+    def counted(count: int) -> str:
         return f"{count} {'slab' if isinstance(where, Path) else 'record'}{'' if count == 1 else 's'}"
 
     if not yes or dry_run:
-        found = said(collect(where, namespace, seconds, dry_run=True))
+        found = counted(collect(where, namespace, seconds, dry_run=True))
         if dry_run:
             typer.echo(f"would remove {found}")
             return
         if not sys.stdin.isatty():
-            raise ConfigError(f"would remove {found}, and nobody can be asked here: add --yes")
+            raise ConfigError(f"would remove {found}; standard input is not a terminal, so pass --yes to confirm")
         typer.confirm(f"remove {found}?", abort=True)
-    typer.echo(f"removed {said(collect(where, namespace, seconds, dry_run=False))}")
+    typer.echo(f"removed {counted(collect(where, namespace, seconds, dry_run=False))}")
 
 
 @app.command()
 def tiers(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL]...", help="By default the configured ones.")
-    ] = None,
-    stats: Annotated[
-        Path | None, typer.Option("--stats", metavar="FILE", help="A running engine's stats_file.")
+        list[str] | None, typer.Argument(metavar="[URL]...", help="Tiers to probe; default: the configured ones.")
     ] = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show how tiers are: health, latency, bytes; with --stats also as a running engine sees them.
+    """Probe the tiers: health, lookup latency, bytes. Without any, show those of this user's running engines.
 
     Exit code 1 if a tier does not work.
     """
@@ -329,21 +326,21 @@ def tiers(
     from kvpact.config import load_config
 
     configured = load_config(chosen_settings(None, urls), os.environ, config, extra_source=COMMAND_LINE)
-    if not show_tiers(configured.tiers, stats or configured.stats_file, as_json=json):
+    if not show_tiers(configured.tiers, as_json=json):
         raise typer.Exit(1)
 
 
 @app.command()
 def status(
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Of a server: http://localhost:8000.", show_default=False)
+        str | None, typer.Argument(metavar="[URL]", help="Server, such as http://localhost:8000.", show_default=False)
     ] = None,
     leases: Annotated[bool, typer.Option("--leases", help="List the plans that hold blocks now.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Say whether the cache helps: which prompt tokens were not computed, what is wrong, what to change.
+    """Show whether the cache helps: prompt tokens served from cache, faults, and the one thing to change.
 
-    Without URL, of all engines of this user on this machine. Exit code 1 if a tier is down, 2 if no engine answers.
+    Without a URL, asks all engines of this user on this machine. Exit code 1 if a tier is down, 2 if no engine answers.
     """
     from kvpact.cli.status import show_status
 
@@ -353,39 +350,34 @@ def status(
 
 @app.command()
 def why(
-    what: Annotated[
-        str | None, typer.Argument(metavar="[ID|FILE]", help="An answer's id, or a stats_file.", show_default=False)
+    response: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A response's id, such as cmpl-1234.", show_default=False)
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Say what became of a request, block by block, by the id of its answer; without one, of the last 20.
+    """Explain what the cache did for a request, by its response's id; without an id, list the last 20.
 
-    Of engines of this user on this machine. Of an engine's stats_file: how many look-ups hit, and why others did not.
+    Asks the engines of this user on this machine.
     """
-    if what is not None and ("/" in what or Path(what).exists()):
-        from kvpact.cli.stores import explain
+    from kvpact.cli.status import show_requests
 
-        typer.echo(explain(Path(what)))
-    else:
-        from kvpact.cli.status import show_requests
-
-        show_requests(what, as_json=json)
+    show_requests(response, as_json=json)
 
 
 @app.command()
 def doctor(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Examine a GPU, as without it.")] = True,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Test a GPU; the default.")] = True,
     json: JsonOption = False,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Gets all figures as JSON, section by section.")
+        Path | None, typer.Option("--output", metavar="FILE", help="File for all figures as JSON, section by section.")
     ] = None,
-    device: Annotated[int, typer.Option("--device", metavar="N", help="Of those that the process sees.")] = 0,
+    device: Annotated[int, typer.Option("--device", metavar="N", help="GPU index within CUDA_VISIBLE_DEVICES.")] = 0,
 ) -> None:
-    """Try and measure the copies of this machine's GPU, through vLLM's own calls. Takes about a minute.
+    """Test and time copies to and from this machine's GPU, through vLLM's own calls. Takes about a minute.
 
-    Exit code 1 if kvpact must not serve here, and where there is no GPU.
+    Exit code 1 if kvpact must not serve on this GPU, or if there is none.
     """
-    del gpu  # there is nothing else to examine yet
+    del gpu  # nothing else can be tested yet
     from kvpact.cli.doctor import examine_gpu
 
     if not examine_gpu(device, output, as_json=json):
@@ -393,11 +385,11 @@ def doctor(
 
 
 def main() -> None:
-    """The console script."""
+    """Console script."""
     if sys.platform != "linux":
-        print(f"kvpact: kvpact runs on Linux only, and this is {sys.platform}", file=sys.stderr)
+        print(f"kvpact: kvpact runs on Linux only, not on {sys.platform}", file=sys.stderr)
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # what it cannot encode, such as a model's name, is escaped
+        if isinstance(stream, TextIOWrapper):  # characters it cannot encode, such as a model's name, are escaped
             stream.reconfigure(errors="backslashreplace")
     app(prog_name="kvpact")

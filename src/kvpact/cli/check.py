@@ -1,6 +1,6 @@
-"""`kvpact config --check`: this machine, vLLM, a model and the configuration; what holds, and what to set.
+"""`kvpact config --check`: checks this machine, vLLM, a model and the configuration, and prints what to change.
 
-Starts nothing and imports neither torch nor vLLM; tiers are asked as `kvpact tiers` asks them.
+Starts nothing and imports neither torch nor vLLM; probes tiers as `kvpact tiers` does.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from kvpact.vllm.compat.releases import SERIES, is_known
 
 
 class Finding(NamedTuple):
-    """What was looked at, and what was found; `is_right` if nothing need be changed."""
+    """One thing that was checked, and the result; `is_right` if nothing need be changed."""
 
     is_right: bool
-    what: str
+    subject: str
     text: str
 
 
 def check_everything(
     settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None, through: str, model: str
 ) -> bool:
-    """Print a line for each thing that was looked at; returns whether all are right."""
-    screen, right = console(), True
+    """Print a line for each thing that was checked; returns whether all are right."""
+    screen = console()
     with busy("checking"):
         findings = [*_findings(settings, environ, config_file, through, model)]
     for each in findings:
-        right = right and each.is_right
-        line = f"{'ok' if each.is_right else 'look at':<8}{each.what}: {each.text}"
+        line = f"{'ok' if each.is_right else 'ERROR':<6}{each.subject}: {each.text}"
         screen.print(line, style=None if each.is_right else BAD)
-    return right
+    return all(each.is_right for each in findings)
 
 
 def _findings(
     settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None, through: str, model: str
 ) -> Iterator[Finding]:
-    room, cores = available_memory_bytes(), len(os.sched_getaffinity(0))
+    room = available_memory_bytes()
+    cores = len(os.sched_getaffinity(0))
     yield Finding(True, "machine", f"Linux {os.uname().release}, {cores} cores, {format_size(room)} of memory free")
     yield _vllm(through)
     try:
@@ -67,10 +67,10 @@ def _findings(
     except ConfigError as error:
         yield Finding(False, "configuration", str(error))
         return
-    yield Finding(True, "configuration", f"set: {config.described()}")
+    yield Finding(True, "configuration", config.described())
     enough = config.memory <= room
-    limit = "" if enough else "; set `memory` below what is free, and leave room for the model"
-    yield Finding(enough, "memory", f"{format_size(config.memory)} wanted, {format_size(room)} free{limit}")
+    limit = "" if enough else "; set `memory` below the free memory, and leave room for the model"
+    yield Finding(enough, "memory", f"{format_size(config.memory)} configured, {format_size(room)} free{limit}")
     copies = what_copies(config.gpu, through=through).removeprefix("kvpact: ")
     yield Finding(config.gpu != "off" or copies.startswith("no "), "GPU", copies)
     for row in probe_all(config.tiers):
@@ -83,7 +83,7 @@ def _vllm(through: str) -> Finding:
     try:
         version = installed_release(through)
     except PackageNotFoundError:
-        return Finding(False, "vLLM", f"is not installed beside kvpact: install one of {SERIES[0]} to {SERIES[-1]}")
+        return Finding(False, "vLLM", f"not installed in this environment; install one of {SERIES[0]} to {SERIES[-1]}")
     except ConfigError as error:
         return Finding(False, "vLLM", str(error))
     tested = f"among the tested releases, {SERIES[0]} to {SERIES[-1]}"
@@ -105,17 +105,17 @@ def _model(model: str, config: KvpactConfig) -> Finding:
         return Finding(False, "model", f"{model} is an encoder-decoder model: serve it without kvpact")
     size = kv_bytes_per_token(found)
     if not size:
-        return Finding(True, "model", f"{model}: its config.json does not say how large a token's keys and values are")
+        return Finding(True, "model", f"{model}: its config.json does not give the bytes of a token's keys and values")
     return Finding(
         True,
         "model",
-        f"{model}: {format_size(size)} of keys and values a token, if all layers keep all tokens; memory holds "
+        f"{model}: {format_size(size)} of keys and values per token, if all layers keep all tokens; memory holds "
         f"{config.memory // size:,} tokens",
     )
 
 
 def _config_file(model: str) -> Path | None:
-    """A model's config.json: in its folder, or in the newest commit that the hub's cache has of it."""
+    """Path of a model's config.json: in its folder, or in its newest commit in the hub's cache."""
     if (file := Path(model).expanduser() / "config.json").is_file():
         return file
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
@@ -127,7 +127,7 @@ def _config_file(model: str) -> Path | None:
 
 
 def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """Bytes of a token's keys and values in all layers, from a model's config.json; 0 if it does not say."""
+    """Bytes of a token's keys and values in all layers, from a model's config.json; 0 if they do not follow from it."""
     text = config.get("text_config") or config
     size = 4 if "float32" in json.dumps([config.get("torch_dtype"), text.get("torch_dtype"), text.get("dtype")]) else 2
     try:

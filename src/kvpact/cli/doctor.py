@@ -1,4 +1,4 @@
-"""`kvpact doctor`: prints what the copies of this machine's GPU do, through vLLM's own calls."""
+"""`kvpact doctor`: tests and times copies to and from this machine's GPU, through vLLM's own calls."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvpact.worker.device.examination import Bench, examine
 
 
 def bench_of(number: int) -> Bench:
-    """The device with this number. Raises ConfigError, in one line, where there is none that vLLM can use."""
+    """Device with this number. Raises ConfigError if there is none, or vLLM cannot use it."""
     missing = [name for name in ("torch", "vllm") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"no {' and no '.join(missing)} here: a GPU is examined through the copies of vLLM")
+        raise ConfigError(f"no {' and no '.join(missing)} in this environment: vLLM's own calls test the GPU")
     import torch
 
     if not torch.accelerator.is_available():
-        raise ConfigError(f"torch {torch.__version__} sees no GPU here")
+        raise ConfigError(f"torch {torch.__version__} finds no GPU")
     if not 0 <= number < torch.accelerator.device_count():
-        raise ConfigError(f"--device {number}: torch sees {torch.accelerator.device_count()} here")
+        raise ConfigError(f"--device {number}: torch finds {torch.accelerator.device_count()} devices, from 0 on")
     from kvpact.vllm.device import VllmDevice
 
     kind = torch.accelerator.current_accelerator()
@@ -34,7 +34,7 @@ def bench_of(number: int) -> Bench:
     def compute() -> None:
         for _ in range(64):
             matrix @ matrix[:, :8]
-        torch.accelerator.current_stream(at).synchronize()  # of the device as a whole would wait for the load, too
+        torch.accelerator.current_stream(at).synchronize()  # the device's own would wait for the load, too
 
     device = VllmDevice(at, 64 << 10)
     device.attach()
@@ -44,12 +44,12 @@ def bench_of(number: int) -> Bench:
 def examine_gpu(number: int, file: Path | None, *, as_json: bool) -> bool:
     """Print the figures, and write them to `file`, as they come; returns whether the copies can be used.
 
-    With `as_json` they are printed at the end.
+    With `as_json` prints one document at the end. Raises ConfigError if `file` cannot be written.
     """
     screen = console(quiet=as_json)
     found: dict[str, Any] = {"sections": {}, "sound": False}
 
-    def tell(section: str, figures: dict[str, Any]) -> None:
+    def show(section: str, figures: dict[str, Any]) -> None:
         found["sections"][section] = figures
         screen.print(f"{section}: " + ", ".join(f"{name} {_shown(value)}" for name, value in figures.items()))
         write()
@@ -66,7 +66,7 @@ def examine_gpu(number: int, file: Path | None, *, as_json: bool) -> bool:
         bench = bench_of(number)
         found["device"] = bench.device.name
         screen.print(bench.device.name)
-        examine(bench, tell)
+        examine(bench, show)
         found["sound"] = True
     except (KvpactError, RuntimeError) as error:
         found["error"] = str(error)

@@ -1,6 +1,6 @@
 """`--through offloading`: kvpact's tiers in vLLM's own OffloadingConnector, as a value of `--kv-transfer-config`.
 
-Owns where kvpact's settings stand in it, and which have no meaning there.
+Owns the places of kvpact's settings in it, and refuses those without a meaning there.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kvpact.vllm.compat.platforms import OFFLOADING, PACT_SPEC
 from kvpact.vllm.offload.settings import COUNTED
 
 OF_VLLM: Final = frozenset({"memory", "tiers"})
-"""The keys that vLLM itself reads there, under other names; a tier reads those of `COUNTED`."""
+"""Keys that vLLM itself reads there, under other names; a tier reads those of `COUNTED`."""
 
 
 def offloading_json(config: KvpactConfig, variables: Mapping[str, str]) -> str:
-    """The value as one line of JSON; `variables` is by `load_with_variables`.
+    """Value as one line of JSON; `variables` is from `load_with_variables`.
 
-    A tier whose URL holds a secret is its number among all tiers, which vLLM's environment must name. What a failed
-    load means is not said (`kv_load_failure_policy`): vLLM's offloading reports none.
+    A tier whose URL holds a secret is given by its number among the tiers in vLLM's environment. Without
+    `kv_load_failure_policy`: vLLM's offloading reports no failed load.
 
     Raises:
-        ConfigError: there is no tier, or a setting that has no meaning there.
+        ConfigError: there is no tier, or a setting has no meaning there.
     """
     if others := sorted(config.model_fields_set - COUNTED - OF_VLLM):
         raise ConfigError(

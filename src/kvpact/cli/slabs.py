@@ -1,4 +1,4 @@
-"""`kvpact inspect` and `kvpact verify`: a disk tier's files, shown to a person or as JSON.
+"""`kvpact inspect` and `kvpact verify`: a disk tier's files, as tables or as JSON.
 
 Owns the tables and their texts. Never changes a file; the tier reads.
 """
@@ -14,18 +14,18 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kvpact.cli.screen import BAD, age, bad, busy, console, print_json, progress, table
+from kvpact.cli.screen import BAD, bad, busy, console, print_json, progress, table
 from kvpact.errors import TierError, printable
 from kvpact.tiers.disk.inspection import DamagedRecord, SlabSummary, VerifyReport, scan_directory, verify_slab
 from kvpact.tiers.disk.slab import SLAB_SUFFIX
-from kvpact.units import format_size
+from kvpact.units import format_age, format_size
 
 RECORDS_SHOWN: Final = 20
-"""Damaged records listed for a person; `--json` lists all."""
+"""Most damaged records listed in a table; `--json` lists all."""
 
 
 def inspect_directory(path: Path, *, as_json: bool) -> None:
-    """Print what the slabs in a directory hold. Raises TierError if it cannot be read."""
+    """Print blocks, bytes and ages of the slabs in a directory. Raises TierError if it cannot be read."""
     with busy(f"reading {path}"):
         slabs = scan_directory(path)
     if as_json:
@@ -37,7 +37,7 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
         return
     rows = table(["slab", "model", "state"], ["blocks", "of", "bytes", "file", "newest", "oldest"])
     for slab in slabs:
-        ages = (age(slab.newest_age), age(slab.oldest_age)) if slab.blocks else ("", "")
+        ages = (format_age(slab.newest_age), format_age(slab.oldest_age)) if slab.blocks else ("", "")
         rows.add_row(
             slab.path.stem,
             model_of(slab.fields),
@@ -55,12 +55,12 @@ def inspect_directory(path: Path, *, as_json: bool) -> None:
 
 
 def model_of(fields: Mapping[str, str]) -> str:
-    """What people call the model of a namespace; its weights where nobody noted the name."""
+    """Name of a namespace's model; its weights where no name was recorded."""
     return fields.get("model", fields.get("weights", ""))[:40]
 
 
 def verify_directory(path: Path, *, as_json: bool) -> bool:
-    """Read every record of the slabs in a directory, or of one slab file; returns whether all are sound.
+    """Read every record of the slabs in a directory, or of one slab file; returns whether all are verified.
 
     Raises:
         TierError: `path` cannot be read.
@@ -97,7 +97,7 @@ def _show_verification(path: Path, reports: list[VerifyReport], unreadable: dict
     if not reports and not unreadable:
         output.print(f"no slabs in {path}")
     if reports:
-        rows = table(["slab"], ["records", "sound", "damaged", "torn", "orphans", "changed"])
+        rows = table(["slab"], ["records", "verified", "damaged", "torn", "orphans", "changed"])
         for report in reports:
             counts = (report.records, report.sound, len(report.damaged), report.torn, report.orphans, report.changed)
             rows.add_row(report.path.stem, *map(str, counts), style=BAD if report.damaged else None)
@@ -107,7 +107,7 @@ def _show_verification(path: Path, reports: list[VerifyReport], unreadable: dict
 
 
 def show_damage(output: Console, damaged: Sequence[Sequence[str]], unreadable: Iterable[str] = ()) -> None:
-    """Print the damaged records by slab or store, then what could not be read."""
+    """Print the damaged records by slab or store, then the unreadable slabs."""
     for lines in damaged:
         for line in lines[:RECORDS_SHOWN]:
             output.print(line, style=BAD)
@@ -116,7 +116,7 @@ def show_damage(output: Console, damaged: Sequence[Sequence[str]], unreadable: I
     for reason in unreadable:
         output.print(reason, style=BAD)
     if any(damaged):
-        output.print("damaged records are never served: the engine takes them for misses and writes them anew")
+        output.print("damaged records are never served: the engine counts them as misses and rewrites them")
 
 
 def _damage(record: DamagedRecord, path: Path) -> str:

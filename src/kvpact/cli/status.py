@@ -1,4 +1,4 @@
-"""`kvpact status` and `kvpact why`: what running engines say of themselves, in lines that fit a terminal.
+"""`kvpact status` and `kvpact why`: statuses of running engines, in lines that fit a terminal.
 
 Asks a server's metrics page, or the sockets of this user's engines. Owns the words; the numbers are the engines'.
 """
@@ -9,110 +9,82 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from textwrap import wrap
-from typing import Any, Final
+from typing import Final
 from urllib.request import urlopen
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.records import Prompts, RequestRecord
-from kvpact.cache.status import EngineStatus, TierState, troubles_in
+from kvpact.cache.status import EngineStatus, TierState, status_document, troubles_in
 from kvpact.cache.status_socket import NO_PLACE, answers, places
-from kvpact.cli.screen import age, console, print_json, table
+from kvpact.cli.screen import console, print_json, table
 from kvpact.errors import DataError, KvpactError, printable, reason_of
-from kvpact.metrics import (
-    MEMORY,
-    MISS_HINTS,
-    PREFIX,
-    Metrics,
-    MissReason,
-    UnmadeCheck,
-    explain_misses,
-    lost_blocks,
-    series,
-)
+from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, UnmadeCheck, explain_misses, series
+from kvpact.units import format_age
 
 WIDTH: Final = 80
-LABEL: Final = 16
-"""Columns of the words that begin a line."""
+LABEL: Final = 19
+"""Characters of the label that begins a line, and of the space behind it."""
 
 SHOWN: Final = 20
 """Requests that `kvpact why` lists without an id."""
 
-FEW: Final = 10
-"""Look-ups that say nothing yet if all of them miss."""
-
 BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
 ALWAYS_THERE: Final = {"vllm:num_requests_running", "vllm:prefix_cache_hits_total"}
-"""What a page of vLLM has, unless the server keeps no statistics."""
+"""Metrics on every page of vLLM, unless the server runs with --disable-log-stats."""
 
 PAGE_SECONDS: Final = 10.0
 
-CHANGES: Final = {
-    MissReason.NOT_STORED: "nothing",
-    MissReason.TOO_SHORT: "nothing, or lower `min_match_blocks`: most prompts, or what is held of them, are too short",
-    MissReason.UNKNOWN_IDENTITY: "see docs/request-identity.md: what most requests bring has no name by content",
-    MissReason.DISABLED: "read the engine's log, which says why the cache is off",
-    MissReason.MUST_COMPUTE: "nothing",
-    MissReason.UNALIGNED: "nothing",
-    MissReason.FAILED_BEFORE: "read the engine's log: loads fail",
-    MissReason.NO_ROOM: "raise `memory`: it has no room for what tiers hold",
-    MissReason.DEADLINE: "use a faster tier, or a longer `prepare_deadline`",
-    MissReason.RECOMPUTE_FASTER: "nothing, or put a faster tier in front",
-    MissReason.CROWDED: "give the engine more memory for KV, or fewer requests at once",
-    MissReason.ASKED_AT_STEP: "nothing",
-    MissReason.OVERDUE: "read the engine's log: copies do not end",
-    MissReason.TIER_DOWN: "read the engine's log: a tier was down",
-    MissReason.NOT_DELIVERED: "read the engine's log: a tier does not deliver what it holds",
-}
-"""What to do about the most frequent miss."""
 
-
-UNMADE = {
-    UnmadeCheck.GIVEN_UP: "{:,} checks not made, because resets had given the saves up",
-    UnmadeCheck.FAILED: "{:,} checks failed (the engine's log says why)",
+UNMADE: Final = {
+    UnmadeCheck.GIVEN_UP: "{:,} checks skipped, because resets cancelled the saves",
+    UnmadeCheck.FAILED: "{:,} checks failed (see the engine's log)",
 }
-"""What is said of checks that prove nothing, by reason."""
+"""Texts for checks without a verdict, by reason."""
 
 
 def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
-    """Print how engines do; returns whether all their tiers are up. Raises KvpactError if none can be asked."""
+    """Print the status of engines; returns whether all their tiers are up. Raises KvpactError if none answers."""
     if url and leases:
-        raise KvpactError("a metrics page lists no leases; leave the address out, on the engine's machine")
+        raise KvpactError("a metrics page has no leases; leave the URL out, on the engine's machine")
     engines = [_read_page(url)] if url else _engines()
     if as_json:
-        print_json({"engines": [_document(each, leases=leases) for each in engines]})
+        print_json(status_document(engines, leases=leases))
     else:
         for each in engines:
             _print_lines(f"{each.model}, process {each.pid}" if each.pid else each.model, _lines_of(each))
             for lease in each.leases if leases else ():
-                console().print(f"{lease.request_id}: {lease.state}, {lease.tokens:,} tokens for {age(lease.seconds)}")
+                held_for = format_age(lease.seconds)
+                console().print(f"{lease.request_id}: {lease.state}, {lease.tokens:,} tokens for {held_for}")
     return not any(tier.trouble for each in engines for tier in each.tiers)
 
 
 def _read_page(url: str) -> EngineStatus:
-    """What the metrics page of a server says of all its engines together. Raises KvpactError."""
+    """Sum over all engines on the metrics page of a server. Raises KvpactError."""
     page = f"{url.rstrip('/').removesuffix('/metrics')}/metrics"
-    right = "give the address of a running server, such as http://localhost:8000"
+    right = "give the URL of a running server, such as http://localhost:8000"
     if not page.startswith(("http://", "https://")):
-        raise KvpactError(f"{url} is no http address; {right}")
+        raise KvpactError(f"{url} is not an http URL; {right}")
     try:
         with urlopen(page, timeout=PAGE_SECONDS) as answer:
             families = [*text_string_to_metric_families(answer.read().decode())]
     except (OSError, ValueError) as error:
         raise KvpactError(f"{page} cannot be read: {reason_of(error)}; {right}") from None
-    found, engines, down = defaultdict[str, float](float), set[str](), set[str]()
+    found = defaultdict[str, float](float)
+    engines = set[str]()
+    down = set[str]()
     for sample in (sample for family in families for sample in family.samples):
         name = sample.name.removeprefix(PREFIX).removesuffix("_total" if sample.name.startswith(PREFIX) else "")
-        told = [f'{label}="{text}"' for label, text in sample.labels.items() if label not in ("engine", "model_name")]
-        found[f"{name}{{{','.join(told)}}}" if told else name] += sample.value
+        labels = [f'{label}="{text}"' for label, text in sample.labels.items() if label not in ("engine", "model_name")]
+        found[f"{name}{{{','.join(labels)}}}" if labels else name] += sample.value
         engines |= {sample.labels["engine"]} if name != sample.name else set()
         down |= {sample.labels["tier"]} if name == "tier_up" and not sample.value else set()
     if not engines and not found.keys() & ALWAYS_THERE:
-        right = "leave that option out, or run kvpact status without an address on the engine's machine"
-        raise KvpactError(f"{page} has no statistics of vLLM: its server runs with --disable-log-stats; {right}")
+        right = "leave that option out, or run kvpact status without a URL on the engine's machine"
+        raise KvpactError(f"{page} has no statistics: the server runs with --disable-log-stats; {right}")
     if not engines:
-        raise KvpactError(f"{page} has no metrics of kvpact; start the server with `kvpact serve`, and ask it once")
+        raise KvpactError(f"{page} has no metrics of kvpact; start the server with `kvpact serve`, and send a prompt")
     local = found[f'{BY_SOURCE}{{source="local_cache_hit"}}'] or found["vllm:prefix_cache_hits_total"]
     other = found[f'{BY_SOURCE}{{source="external_kv_transfer"}}'] or found["vllm:external_prefix_cache_hits_total"]
     tiers = [TierState(*tier) for tier in troubles_in(found, down).items()]
@@ -121,61 +93,21 @@ def _read_page(url: str) -> EngineStatus:
 
 
 def _engines() -> list[EngineStatus]:
-    """All engines of this user that answer; of others a line says why. Raises KvpactError if none does."""
-    found, refused = list[EngineStatus](), list[str]()
-    for path, said in answers():
+    """All engines of this user that answer, with a line for each other one. Raises KvpactError if none does."""
+    found = list[EngineStatus]()
+    refused = list[str]()
+    for path, answer in answers():
         try:
-            found.append(EngineStatus.parse(said))
+            found.append(EngineStatus.parse(answer))
         except DataError as error:
             refused.append(f"{path}: {error}")
     if not found:
-        asked = " or ".join(str(parent / name) for parent, name in places()) or f"any place: {NO_PLACE}"
-        right = "give a server's address, or ask as its user, on its machine and in its container"
-        raise KvpactError("; ".join(refused) or f"no engine answers in {asked}; {right}")
+        asked = " or ".join(str(parent / name) for parent, name in places()) or NO_PLACE
+        right = "pass the server's URL, or run this as the engine's user, on its machine and inside its container"
+        raise KvpactError("; ".join(refused) or f"no kvpact engine found for this user ({asked}); {right}")
     for line in refused:
         print(f"kvpact: {printable(line)}", file=sys.stderr)
     return found
-
-
-def _document(engine: EngineStatus, *, leases: bool) -> dict[str, Any]:
-    """An engine's status in base units; numbers of tokens, seconds, bytes, blocks."""
-    told: dict[str, Any] = msgspec.to_builtins(engine)
-    told = {name: value for name, value in told.items() if name != "records" and (leases or name != "leases")}
-    return told | {"tokens_by_source": _sources(engine), "to_change": _advice(engine)}
-
-
-def _of(engine: EngineStatus, name: str, tier: str = "") -> int:
-    """A count; 0 if this release of kvpact does not have it."""
-    return int(engine.metrics.get(f'{name}{{tier="{tier}"}}' if tier else name, 0))
-
-
-def _sources(engine: EngineStatus) -> dict[str, int]:
-    """Tokens that were not computed, by what had them."""
-    by_tier = {tier: _of(engine, "used_tokens_from", tier) for tier in (MEMORY, *(each.name for each in engine.tiers))}
-    return {"engine": engine.prompts.engine_tokens} | by_tier
-
-
-def _advice(engine: EngineStatus) -> str:
-    """The one thing to change."""
-    if engine.verdict.unserved:
-        return engine.verdict.unserved
-    missed, reason = max((engine.metrics.get(series("misses", reason), 0), reason) for reason in MissReason)
-    lookups = _of(engine, "lookups")
-    for tier in engine.tiers:
-        if tier.trouble:
-            ago = f" for {age(tier.doubted_for)}" if tier.doubted_for else ""
-            return f"bring back {tier.name}, which is down{ago}: {tier.trouble}"
-        if _of(engine, "dropped_writes", tier.name) > _of(engine, "written_blocks", tier.name):
-            return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
-    if not lookups + _of(engine, "spared_lookups"):
-        return "nothing yet: no prompt was looked up"
-    if not missed or missed * 10 < lookups:
-        return "nothing"
-    if reason is MissReason.NOT_STORED and lookups < FEW and missed == lookups:
-        return "nothing yet: new prompts miss, ask one again"
-    if reason is MissReason.NOT_STORED and lost_blocks(engine.metrics) * 2 > _of(engine, "saved_blocks"):
-        return "raise `memory`, or add a larger tier: most of what was saved is held nowhere now"
-    return CHANGES[reason]
 
 
 def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
@@ -183,29 +115,36 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     if engine.verdict.unserved:
         yield "cached", f"nothing: {engine.verdict.unserved}"
         return
-    whole, spared = engine.prompts.tokens, engine.prompts.engine_tokens + engine.prompts.used_tokens
-    share = "{:6.1%}".format if whole else (lambda _: "     -")
-    yield "not computed", f"{share(spared / max(1, whole))} {spared:,} of {whole:,} prompt tokens"
+    prompts = engine.prompts
+    cached = prompts.engine_tokens + prompts.used_tokens
+
+    def share(tokens: int) -> str:
+        return f"{tokens / prompts.tokens:6.1%}" if prompts.tokens else "     -"
+
+    yield "served from cache", f"{share(cached)} {cached:,} of {prompts.tokens:,} prompt tokens"
     tiers = {tier.name: tier for tier in engine.tiers}
-    for source, tokens in _sources(engine).items():
-        held, room = _of(engine, "held_blocks", source), _of(engine, "capacity_blocks", source)
-        text = f"{share(tokens / max(1, whole))}" + (f", {held / room:.0%} of {room:,} blocks full" if room else "")
-        for name, word in (("tier_failures", "failures"), ("dropped_writes", "writes dropped")):
-            text += f", {count:,} {word}" if (count := _of(engine, name, source)) else ""
+    for source, tokens in engine.tokens_by_source().items():
+        text = share(tokens)
+        room = engine.count("capacity_blocks", source)
+        failures = engine.count("tier_failures", source)
+        dropped = engine.count("dropped_writes", source)
+        text += f", {engine.count('held_blocks', source) / room:.0%} of {room:,} blocks full" if room else ""
+        text += f", {failures:,} failures" if failures else ""
+        text += f", {dropped:,} writes dropped" if dropped else ""
         tier = tiers.get(source, TierState(source))
         text += f", {tier.complaint}" if tier.complaint else ""
         if source in tiers and series("tier_up", source) not in engine.metrics:
             text += ", not asked yet"
-        yield f" by {source}", text + (", DOWN" if tier.trouble else "")
-    if _of(engine, "unproven_copies"):
+        yield f" from {source}", text + (", DOWN" if tier.trouble else "")
+    if engine.count("unproven_copies"):
         counts = {reason: int(engine.metrics.get(series("unmade_checks", reason), 0)) for reason in UNMADE}
         unmade = "; ".join(UNMADE[reason].format(count) for reason, count in counts.items() if count)
-        yield "copies", f"each is still checked, so tiers get nothing{'; ' + unmade if unmade else ''}"
+        yield "copies", f"each is still checked, so no tier gets blocks yet{'; ' + unmade if unmade else ''}"
     seconds = engine.metrics.get("spared_prefill_seconds", 0)
-    is_known = seconds or engine.metrics.get("prefill_speed") or not engine.prompts.used_tokens
-    yield "prefill spared", f"{seconds:,.1f} s" if is_known else "unknown until a prompt was computed"
+    is_known = seconds or engine.metrics.get("prefill_speed") or not prompts.used_tokens
+    yield "prefill time saved", f"{seconds:,.1f} s" if is_known else "unknown until the engine computes a prompt"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})
-    yield "to change", _advice(engine)
+    yield "to change", engine.to_change()
 
 
 def _print_lines(head: str, lines: Iterator[tuple[str, str]]) -> None:
@@ -220,17 +159,18 @@ def _print_lines(head: str, lines: Iterator[tuple[str, str]]) -> None:
 
 
 def show_requests(wanted: str | None, *, as_json: bool) -> None:
-    """Print what became of the request with this id, or of the last ones. Raises KvpactError if there is none."""
+    """Print the record of the request with this id, or of the last ones. Raises KvpactError if there is none."""
     engines = _engines()
     found = [(engine, record) for engine in engines for record in engine.records if _is_of(record, wanted)]
     found.sort(key=lambda each: each[1].arrived_at)
     if not found:
-        whom = f'no request "{wanted}" is' if wanted else "no request is"
+        missing = f'no record of request "{wanted}"' if wanted else "no record of a request"
         kept = sum(len(engine.records) for engine in engines)
         for engine in engines:
             if engine.verdict.unserved:
-                raise KvpactError(f"{whom} kept: {engine.verdict.unserved}")
-        raise KvpactError(f"{whom} among the last {kept}; give the id of an answer, such as cmpl-1234, soon after it")
+                raise KvpactError(f"{missing}: {engine.verdict.unserved}")
+        right = "give the id of a response, such as cmpl-1234, soon after it"
+        raise KvpactError(f"{missing} among the last {kept}; {right}")
     if as_json:
         shown = [{**msgspec.to_builtins(record), "block_size": engine.block_size} for engine, record in found]
         print_json({"requests": shown})
@@ -242,53 +182,55 @@ def show_requests(wanted: str | None, *, as_json: bool) -> None:
         for engine, record in found[-SHOWN:]:
             numbers = (record.prompt_tokens, record.engine_tokens, record.promised_tokens, record.used_tokens)
             outcome = record.ended or record.miss or _so_far(engine, record)
-            rows.add_row(record.request_id[:24], outcome, age(engine.time - record.arrived_at), *map(str, numbers))
+            age = format_age(engine.time - record.arrived_at)
+            rows.add_row(record.request_id[:24], outcome, age, *map(str, numbers))
         console().print(rows)
 
 
 def _is_of(record: RequestRecord, wanted: str | None) -> bool:
-    """Whether an answer's id is this request's: engines add to it."""
+    """True if a response's id is this request's: engines append to it."""
     return not wanted or record.request_id.startswith(wanted) or wanted.startswith(record.request_id)
 
 
 def _is_spared(engine: EngineStatus, record: RequestRecord) -> bool:
-    """Whether the engine had all that could be loaded."""
+    """True if the engine's own prefix cache had every block that could be loaded."""
     return 0 < (record.prompt_tokens - 1) // engine.block_size <= record.engine_tokens // engine.block_size
 
 
 def _so_far(engine: EngineStatus, record: RequestRecord) -> str:
-    """What became of a request of which no plan has ended and that is no miss."""
+    """State of a request that is no miss and whose plans have not ended."""
     if record.looked_up_from >= 0:
         return "waiting"
     return "in engine" if _is_spared(engine, record) else "not asked"
 
 
 def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str, str]]:
-    size, start = engine.block_size, record.looked_up_from
+    size = engine.block_size
+    start = record.looked_up_from
     end = (record.prompt_tokens - 1) // size
-    yield "prompt", f"{record.prompt_tokens:,} tokens, blocks of {size}, {age(engine.time - record.arrived_at)} ago"
-    yield "engine had", f"{record.engine_tokens:,} tokens itself"
-    spared = "all that could be loaded is in the engine itself" if _is_spared(engine, record) else "no"
+    age = format_age(engine.time - record.arrived_at)
+    yield "prompt", f"{record.prompt_tokens:,} tokens, blocks of {size}, {age} ago"
+    yield "engine had", f"{record.engine_tokens:,} tokens in its own prefix cache"
+    spared = "no need: the engine itself had every block" if _is_spared(engine, record) else "no"
     yield "looked up", _blocks(start, end) if record.found is not None else spared
     if record.found is not None:
-        found, at = [], start
+        found = []
+        at = start
         names = (MEMORY, *(tier.name for tier in engine.tiers))
         for name, held in zip(names, (record.found.resident, *record.found.by_tier), strict=False):
             found += [f"{_blocks(at, held)} in {name}"] if held > at else []
             at = max(at, held)
-        yield "found", ", ".join(found) or "none of them"
+        yield "found", ", ".join(found) or "no block"
     if record.miss is not None:
         belief = f" ({record.belief})" if record.belief else ""
         yield "why not", f"{record.miss}: {MISS_HINTS[record.miss]}{belief}"
     for lease in (lease for lease in engine.leases if lease.request_id == record.request_id):
         yield "now", f"{lease.state}, {lease.tokens:,} tokens in {_blocks(*lease.blocks)}"
     if record.plans:
-        promised, committed, loaded = record.promised_tokens, record.committed_tokens, record.loaded_tokens
-        yield (
-            "tokens",
-            f"{promised:,} promised, {committed:,} committed, {loaded:,} loaded, {record.used_tokens:,} used",
-        )
-        yield "ended", f"{record.ended}: the last of {record.plans} plans, for {_blocks(*record.blocks)}"
+        counts = f"{record.promised_tokens:,} promised, {record.committed_tokens:,} committed"
+        yield "tokens", f"{counts}, {record.loaded_tokens:,} loaded, {record.used_tokens:,} used"
+        plans = "its only plan" if record.plans == 1 else f"the last of {record.plans} plans"
+        yield "ended", f"{record.ended}: {plans}, for {_blocks(*record.blocks)}"
     yield "saved", f"{record.saved_blocks:,} blocks"
     yield from (("start", note) for note in engine.verdict.notes)
 

@@ -1,6 +1,6 @@
-"""`kvpact inspect`, `verify`, `gc` and `tiers` for tiers given by their URL, shown to a person or as JSON.
+"""`kvpact inspect`, `verify`, `gc` and `tiers` for tiers given by their URL, as tables or as JSON.
 
-Owns the tables and their texts. The tiers read and remove; no credential is shown.
+Owns the tables and their texts. The tiers read and remove; no credential is printed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from typing import Any, Final
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.text import Text
 
-from kvpact.border import json_object
-from kvpact.cache.stats_file import stats_files
-from kvpact.cli.screen import BAD, age, bad, busy, console, print_json, progress, table
+from kvpact.cli.screen import BAD, bad, busy, console, print_json, progress, table
 from kvpact.cli.slabs import model_of, show_damage
 from kvpact.errors import ConfigError, DataError, TierError, reason_of
 from kvpact.identity.keys import KEY_BYTES
-from kvpact.metrics import series, tiers_in
+from kvpact.metrics import series
 from kvpact.own_files import NotOurs, OwnFolder, require_makeable
 from kvpact.tiers.backends import SCHEMES
 from kvpact.tiers.daemon_pool import DaemonPool
@@ -38,16 +36,16 @@ from kvpact.tiers.shared.inspection import older, summarize, verify_store
 from kvpact.tiers.shared.store import RecordStore, StoreError, remove_all
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.tiers.urls import TierURL, parse_tier_url
-from kvpact.units import format_size
+from kvpact.units import format_age, format_size
 
 PROBES: Final = 5
-"""Lookups of a missing record, with which `kvpact tiers` measures a store's latency."""
+"""Lookups of a missing record by which `kvpact tiers` measures a store's latency."""
 
 NAME_DIGITS: Final = 8
-"""Digits of a namespace's name that whoever removes it types at least."""
+"""Least number of digits of a namespace's name in `kvpact gc --namespace`."""
 
 WORKS: Final = "works"
-"""The state of a tier that answers."""
+"""State of a tier that answers."""
 
 _PATIENCE_S: Final = 2.0
 _ANSWER_S: Final = 10.0
@@ -62,11 +60,11 @@ COUNTED: Final = (
     "tier_failures",
     "skipped_lookups",
 )
-"""What is shown of what an engine has counted of a tier: series of `kvpact.metrics`."""
+"""Metrics of a tier that `kvpact tiers` shows of a running engine."""
 
 
 def parse_place(text: str) -> TierURL | Path:
-    """A tier's URL, or a directory of slabs. Raises ConfigError."""
+    """Tier URL, or directory of slabs, from the command line. Raises ConfigError."""
     if "://" not in text:
         return Path(text)
     try:
@@ -82,7 +80,7 @@ def parse_place(text: str) -> TierURL | Path:
 
 @contextmanager
 def opened(url: TierURL) -> Iterator[RecordStore]:
-    """The store of a URL, for reading; its errors become TierErrors."""
+    """Store of a URL, for reading; its errors become TierErrors."""
     store = open_store(url, for_tool=True)
     try:
         yield store
@@ -95,7 +93,7 @@ def opened(url: TierURL) -> Iterator[RecordStore]:
 
 @contextmanager
 def opened_as_it_is(url: TierURL) -> Iterator[RecordStore]:
-    """`opened`, where a directory that is not there, or cannot be read, is a TierError."""
+    """`opened`, but a missing or unreadable directory raises TierError."""
     if url.scheme in _DIRECTORIES:
         with OwnFolder.look(Path(url.path)) as folder:
             if not Path(url.path).is_dir():
@@ -117,7 +115,7 @@ def opened_for_removal(url: TierURL) -> Iterator[RecordStore]:
 
 
 def inspect_store(url: TierURL, *, as_json: bool) -> None:
-    """Print what a shared store holds. Raises TierError."""
+    """Print namespaces, blocks, bytes and ages of a shared store. Raises TierError."""
     with busy(f"reading {url}"), opened_as_it_is(url) as store:
         groups = summarize(store)
         usage = store.usage()
@@ -134,10 +132,10 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
         return
     output = console()
     if unfinished:
-        what = "files that are being written, or that killed engines left; engines remove those after an hour"
-        output.print(f"{format_size(unfinished)} in {what}")
+        files = "unfinished files, being written or left by killed engines; engines remove them after an hour"
+        output.print(f"{format_size(unfinished)} in {files}")
     if not groups:
-        output.print(f"nothing of kvpact's in {url}")
+        output.print(f"no records of kvpact in {url}")
         return
     rows = table(["namespace", "sealed", "model"], ["blocks", "bytes", "newest", "oldest"])
     for group in groups:
@@ -147,14 +145,14 @@ def inspect_store(url: TierURL, *, as_json: bool) -> None:
             model_of(group.fields),
             str(group.blocks),
             format_size(group.bytes),
-            age(group.newest_age),
-            age(group.oldest_age),
+            format_age(group.newest_age),
+            format_age(group.oldest_age),
         )
     output.print(rows)
 
 
 def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -> bool:
-    """Read every record of a shared store; returns whether all are sound. Raises TierError and ConfigError."""
+    """Read every record of a shared store; returns whether all are verified. Raises TierError and ConfigError."""
     seal = load_seal(key_file)
     with (
         opened_as_it_is(url) as store,
@@ -166,7 +164,7 @@ def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -
         print_json({"place": str(url), **{name: value for name, value in asdict(report).items() if name != "place"}})
         return not report.damaged
     output = console()
-    rows = table(["store"], ["records", "sound", "damaged", "other seal", "gone meanwhile"])
+    rows = table(["store"], ["records", "verified", "damaged", "other seal", "gone meanwhile"])
     counts = (report.records, report.sound, len(report.damaged), report.unsealed, report.gone)
     rows.add_row(str(url), *map(str, counts), style=BAD if report.damaged else None)
     output.print(rows)
@@ -177,8 +175,8 @@ def verify_shared_store(url: TierURL, *, as_json: bool, key_file: Path | None) -
 def collect(place: TierURL | Path, namespace: str | None, seconds: float | None, *, dry_run: bool) -> int:
     """Remove records or slabs, with `dry_run` none; returns their number.
 
-    Of the namespace whose name begins with `namespace`: all, or what is older than `seconds`. Without a namespace, what
-    is older and no engine will ask for; slabs, if no engine has used them for that time.
+    Of the namespace whose name begins with `namespace`: all, or those older than `seconds`. Without a namespace, older
+    ones that no engine will read; slabs, if no engine has used them for that time.
 
     Raises TierError: no namespace begins with it, several do, an engine uses the slab, or the store fails.
     """
@@ -195,11 +193,11 @@ def _collect(place: TierURL | Path, namespace: str | None, before: float | None,
             for slab in () if dry_run else doomed:
                 try:
                     slab.unlink(missing_ok=True)
-                except OSError as error:  # the others go all the same
+                except OSError as error:  # the others are removed anyway
                     failed.append(error)
             if failed:
-                what = f"{len(failed)} of {len(doomed)} slabs, such as {failed[0].filename}"
-                raise TierError(f"cannot remove {what}: {failed[0].strerror}; the others are removed")
+                slabs_left = f"{len(failed)} of {len(doomed)} slabs, such as {failed[0].filename}"
+                raise TierError(f"cannot remove {slabs_left}: {failed[0].strerror}; the others are removed")
             return len(doomed)
     with (opened_as_it_is if dry_run else opened_for_removal)(place) as store:
         group = "" if namespace is None else _group_in(store, namespace, place)
@@ -222,7 +220,7 @@ def _doomed(slabs: Sequence[Path], namespace: str | None, before: float | None, 
 
 @contextmanager
 def _locked_slabs(path: Path) -> Iterator[list[Path]]:
-    """The slabs of a directory, locked: no process creates or removes one meanwhile. Raises TierError."""
+    """Slabs of a directory, locked: no process creates or removes one meanwhile. Raises TierError."""
     directory = SlabDirectory.look(path)
     try:
         with directory.locked(_PATIENCE_S):
@@ -232,7 +230,7 @@ def _locked_slabs(path: Path) -> Iterator[list[Path]]:
 
 
 def _namespace_of(slab: Path) -> str:
-    """The name of a slab's namespace, of which each engine has a slab with another number."""
+    """Name of a slab's namespace, of which each engine has a slab with another number."""
     return slab.name.removesuffix(SLAB_SUFFIX).partition("-")[0]
 
 
@@ -245,57 +243,46 @@ def _the_one(names: set[str], wanted: str, place: object) -> str:
         raise ConfigError(f"--namespace: give at least the first {NAME_DIGITS} digits of its name, not {wanted!r}")
     found = sorted(name for name in names if name.startswith(wanted))
     if len(found) != 1:
-        known = ", ".join(found or sorted(names)) or "none at all"
+        known = ", ".join(found or sorted(names)) or "(it has none)"
         raise TierError(f"{len(found)} namespaces in {place} begin with {wanted!r}; give one of: {known}")
     return found[0]
 
 
-def show_tiers(urls: Sequence[TierURL], stats_file: Path | None, *, as_json: bool) -> bool:
-    """Print the state of tiers, and return whether all work: as they answer now, and by the stats file of each engine.
+def show_tiers(urls: Sequence[TierURL], *, as_json: bool) -> bool:
+    """Probe tiers and print their state; without URLs print running engines' counts of theirs.
 
-    Without both, by what this user's running engines say.
+    Returns whether all work.
     """
-    files = stats_files(stats_file) if stats_file else []
-    engines = {str(file): _count_tiers(_read_stats(file)) for file in files}
-    if not urls and not stats_file:
-        engines = _as_engines_say()
-    with busy("asking the tiers"):
+    engines = {} if urls else _as_engines_say()
+    with busy("probing the tiers"):
         rows = probe_all(urls)
     if as_json:
-        engine = [
-            row | {"stats" if stats_file else "engine": file} for file, counted in engines.items() for row in counted
-        ]
-        print_json({"now": rows, "engine": engine})
-    else:
-        output = console()
-        if not rows and not any(engines.values()):
-            output.print(
-                "no tiers are configured, and no running engine of this user has any; name a URL, a file with "
-                "--config, or an engine's stats_file with --stats"
-            )
-        if rows:
-            asked = table(["tier", "state"], ["look-up", "used", "capacity"])
-            for row in rows:
-                state = row["state"] if row["usable"] else bad(row["state"])
-                lookup = row["lookup_seconds"]
-                sizes = (format_size(row[name]) if row[name] else "" for name in ("used_bytes", "capacity_bytes"))
-                asked.add_row(row["tier"], state, _milliseconds(lookup), *sizes)
-            output.print(asked)
-        for file, counted in engines.items():
-            if counted:
-                of_it = f" of {file}" if len(engines) > 1 or not rows else ""
-                output.print(f"as the engine{of_it} sees them:")
-                shown = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
-                for row in counted:
-                    shown.add_row(*_as_shown(row))
-                output.print(shown)
+        print_json({"now": rows, "engine": [row | {"engine": name} for name in engines for row in engines[name]]})
+        return all(row["usable"] for row in rows)
+    output = console()
+    if not rows and not any(engines.values()):
+        output.print("no tier is configured, and no running engine of this user has one; give a URL or --config FILE")
+    if rows:
+        asked = table(["tier", "state"], ["look-up", "used", "capacity"])
+        for row in rows:
+            state = row["state"] if row["usable"] else bad(row["state"])
+            sizes = (format_size(row[name]) if row[name] else "" for name in ("used_bytes", "capacity_bytes"))
+            asked.add_row(row["tier"], state, _milliseconds(row["lookup_seconds"]), *sizes)
+        output.print(asked)
+    for name, counted in engines.items():
+        if counted:
+            output.print(f"counted by the engine of {name}:")
+            shown = table(["tier", "breaker"], ["look-up", "read", "held blocks", "used", "failures", "skipped"])
+            for row in counted:
+                shown.add_row(*_as_shown(row))
+            output.print(shown)
     return all(row["usable"] for row in rows)
 
 
 def probe_all(urls: Sequence[TierURL]) -> list[dict[str, Any]]:
-    """How each tier is now: `usable`, its `state` for people, and figures in base units, None where unknown.
+    """Probe all tiers at once: `usable`, a `state` in words, and figures in bytes and seconds, None where unknown.
 
-    All are asked at once; one that has not answered after 10 s counts as not usable.
+    A tier that has not answered after 10 s counts as not usable.
     """
     pool = DaemonPool("kvpact-probe", len(urls))
     asked = [pool.submit(partial(_probe, url)) for url in urls]
@@ -304,17 +291,17 @@ def probe_all(urls: Sequence[TierURL]) -> list[dict[str, Any]]:
 
 
 def _row(url: TierURL, answer: Future[dict[str, Any]] | None) -> dict[str, Any]:
-    state = f"has not answered in {_ANSWER_S:.0f} s"
+    state = f"no answer within {_ANSWER_S:.0f} s"
     if answer is not None:
         try:
             return {"tier": str(url), "usable": True, "state": WORKS} | answer.result()
-        except Exception as error:  # of another package, or a defect: the others are shown
+        except Exception as error:  # by another package, or a defect: the other tiers are shown
             state = reason_of(error)
     return {"tier": str(url), "usable": False, "state": state, **_figures(None, 0, 0)}
 
 
 def _probe(url: TierURL) -> dict[str, Any]:
-    """What differs from a tier that works. Raises TierError and ConfigError, which say why it cannot be used."""
+    """Figures of a usable tier, and its state if not `WORKS`. Raises TierError and ConfigError with the reason."""
     if url.scheme in ("disk", *_DIRECTORIES):
         _require_usable(Path(url.path))
     if url.scheme == "disk":
@@ -329,16 +316,16 @@ def _probe(url: TierURL) -> dict[str, Any]:
 
 
 def _room_for(url: TierURL, used: int) -> dict[str, str]:
-    """The state of a tier whose capacity does not fit; it works with less."""
+    """State of a tier with less free space than its capacity; it works with less."""
     if "capacity" not in url.options:
         return {}
     path = Path(url.path)
-    said = scarcity(path if path.exists() else path.parent, url.capacity, used)
-    return {"state": said} if said else {}
+    shortage = scarcity(path if path.exists() else path.parent, url.capacity, used)
+    return {"state": shortage} if shortage else {}
 
 
 def _probe_of_others(url: TierURL) -> dict[str, Any]:
-    """How another package's tier is, of which only the `Tier` is known. Raises TierError."""
+    """Probe another package's tier through the methods of `Tier`. Raises TierError."""
     tier = open_for_tool(url)
     try:
         seconds = median(repeat(lambda: tier.lookup([bytes(KEY_BYTES)]), number=1, repeat=PROBES))
@@ -357,30 +344,24 @@ def _figures(lookup: float | None, used: int, capacity: int) -> dict[str, Any]:
 
 
 def _require_usable(directory: Path) -> None:
-    """Raise NotOurs if an engine could not use a directory, which it makes if its parent is there."""
+    """Raise NotOurs if an engine could not use a directory, or could not create it in its parent."""
     with OwnFolder.look(directory) as folder:
         folder.require_ours()
         if not folder.is_there:
             require_makeable(directory)
         elif not os.access(folder.held, os.R_OK | os.W_OK | os.X_OK):
-            raise NotOurs(f"{folder.path} cannot be read and written by user {os.geteuid()}; give it the right to")
-
-
-def _count_tiers(counts: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The tiers of which the engine with these counts has counted anything."""
-    found = [_as_counted(counts, name) for name in tiers_in(counts)]
-    return [row for row in found if any(value for key, value in row.items() if key != "tier")]
+            raise NotOurs(f"{folder.path} cannot be read and written by user {os.geteuid()}; change its owner or mode")
 
 
 def _as_engines_say() -> dict[str, list[dict[str, Any]]]:
-    """The tiers of this user's running engines, by model and process; those that do not answer are left out."""
+    """Counts of the tiers of this user's running engines, by model and process; silent engines are omitted."""
     from kvpact.cache.status import EngineStatus
     from kvpact.cache.status_socket import answers
 
     found = dict[str, list[dict[str, Any]]]()
-    for _, said in answers():
+    for _, answer in answers():
         with suppress(DataError):
-            engine = EngineStatus.parse(said)
+            engine = EngineStatus.parse(answer)
             rows = [_as_counted(engine.metrics, tier.name) for tier in engine.tiers]
             found[f"{engine.model}, process {engine.pid}"] = rows
     return found
@@ -396,8 +377,9 @@ def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:
 
 
 def _as_shown(row: Mapping[str, Any]) -> list[str | Text]:
-    """The cells of a tier's row, in the order of `COUNTED`."""
-    speed, used = int(row["read_bytes_per_second"]), int(row["used_bytes"])
+    """Cells of a tier's row, in the order of `COUNTED`."""
+    speed = int(row["read_bytes_per_second"])
+    used = int(row["used_bytes"])
     return [
         row["tier"],
         bad("open") if row["open_breakers"] else "",
@@ -412,24 +394,3 @@ def _as_shown(row: Mapping[str, Any]) -> list[str | Text]:
 
 def _milliseconds(seconds: float | None) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds else ""
-
-
-def _read_stats(path: Path) -> dict[str, float]:
-    try:
-        found = json_object(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give an engine's stats_file") from None
-    except DataError as error:
-        raise ConfigError(f"{path} holds no counts; give an engine's stats_file ({error})") from None
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
-
-
-def explain(stats_file: Path) -> str:
-    """The text of `kvpact why`: how many look-ups hit, and why most of the others did not; a line for each engine."""
-    from kvpact.metrics import Metrics, explain_misses
-
-    files = stats_files(stats_file)
-    texts = [explain_misses({**Metrics().snapshot(), **_read_stats(file)}) for file in files]
-    if len(files) == 1:
-        return texts[0]
-    return "\n".join(f"{file}: {text}" for file, text in zip(files, texts, strict=True))

