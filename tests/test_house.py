@@ -449,9 +449,9 @@ def test_all_code_is_type_checked() -> None:
     assert folders - set(checked["files"]) == set()
 
 
-def test_the_last_six_minor_releases_of_vllm_are_supported() -> None:
+def test_the_last_four_minor_releases_of_vllm_are_supported() -> None:
     minors = sorted({int(release.split(".")[1]) for release in RELEASES})
-    assert minors == list(range(minors[-1] - 5, minors[-1] + 1))
+    assert minors == list(range(minors[-1] - 3, minors[-1] + 1))
 
 
 FOR_TESTS = re.compile(r"(^|_)(tests?|testing|fakes?|faults?|mocks?|debug|pretend|simulated?)(_|$)")

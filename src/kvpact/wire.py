@@ -19,7 +19,7 @@ from kvpact.memory.arena import SegmentAddress
 
 Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment")
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Version of the messages: changes whenever one of their fields changes."""
 
 
@@ -66,8 +66,6 @@ class StepMessage:
     """The adapters that this step must use for requests that run with loaded blocks for the first time."""
     changes: tuple[int, ...] = ()
     """With loads or saves: per rank, how many changes of its weights it had reported when they were ordered."""
-    spoilt: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """With overdue loads, where vLLM accepts only block ids: job id -> the blocks to report."""
     computes: bool = True
     """Whether the step has a forward pass."""
 

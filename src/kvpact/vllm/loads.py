@@ -6,7 +6,7 @@ has received that report is worthless.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -124,10 +124,6 @@ class CommittedLoads:
         for job in jobs:
             if not job.synchronous and (load := self._loads.get(job.request_id)) is not None:
                 load.job = job
-
-    def jobs_of(self, job_ids: Collection[int]) -> list[LoadJob]:
-        """Return which of these load orders are under way."""
-        return [load.job for load in self._loads.values() if load.job and load.job.job_id in job_ids]
 
     def scheduled(self, request_ids: KeysView[str]) -> None:
         """A step is scheduled that computes these requests. Called in every step, also where nothing is loaded."""

@@ -27,8 +27,6 @@ from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, require_no_restarts, start_verdict
 from kvpact.vllm.compat.configuration import replica_number, runs_second_runner
-from kvpact.vllm.compat.late_loads import LateLoads
-from kvpact.vllm.compat.scheduler import has_statistics
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
 from kvpact.vllm.guard import Guard
@@ -87,7 +85,6 @@ class SchedulerSide:
         self._places = {MEMORY: "host"} | {label: "disk" for label, url in labels if url.scheme in ON_DISK}
         """What vLLM calls the places where tiers are, by the tiers' labels; `UNKNOWN_PLACE` for those not named."""
         self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
-        self._late = LateLoads()
         self._unsettled: WorkerReport | None = None  # what an exception left over from the last steps' reports
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
         self._stats: StatsCollector | None = None
@@ -153,13 +150,13 @@ class SchedulerSide:
             replica=replica_number(vllm_config.parallel_config),
         )
 
-    def bind_scheduler_context(self, offered: Any) -> None:
-        """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
+    def bind_scheduler_context(self, kv_cache_manager: Any) -> None:
+        """Attach to the block tables and the block pool of vLLM's KV cache manager."""
         if not self._groups.are_served:
             return
-        self._has_statistics = has_statistics(offered)
+        self._has_statistics = bool(kv_cache_manager.log_stats)
         policy = str(self._vllm_config.scheduler_config.policy)
-        self.context = scheduler_context(offered, policy, self._groups.groups if self._groups.several else None)
+        self.context = scheduler_context(kv_cache_manager, policy, self._groups.groups if self._several else None)
         self.identities.use_engine_hashes(self._vllm_config.cache_config, self.context.hash_block_size)
         if self.mounted is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
@@ -254,8 +251,6 @@ class SchedulerSide:
     def _commit(
         self, request: Any, blocks: Any, num_tokens: int, nothing_comes: Callable[[CommittedLoad], None]
     ) -> int:
-        if self.context is not None:
-            self.context.update_state_after_alloc(request, blocks)
         view, mounted = self._view(request), self.mounted
         answer, view.answer = view.answer, None
         if num_tokens:
@@ -320,11 +315,8 @@ class SchedulerSide:
             mounted.last_save = work.saves[-1].job_id
         changes = (self.loads.ordered_at or mounted.weights.changes) if work.loads or work.saves else ()
         store = mounted.store if work.lookups else None
-        spoilt = {}
-        if work.overdue and self.context is not None:
-            spoilt = self._late.name(self.loads.jobs_of(work.overdue), self.context, self._block_ids_or_none)
         broken = tuple(self.loads.broken)
-        metadata = PactMetadata.of(StepMessage(work, broken, store, adapters, changes, spoilt, computes=computes))
+        metadata = PactMetadata.of(StepMessage(work, broken, store, adapters, changes, computes=computes))
         self.loads.end_step()
         return metadata
 
@@ -350,7 +342,7 @@ class SchedulerSide:
                 context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
         if not computed:
             return
-        with context.saving(scheduler_output, computed) if context is not None and self._several else nullcontext():
+        with context.saving(scheduler_output) if context is not None and self._several else nullcontext():
             for request_id, num_tokens in computed.items():
                 cache.note_computed(self._requests[request_id], num_tokens, partial(self._chain_of, request_id))
 
@@ -419,10 +411,9 @@ class SchedulerSide:
         if mounted is None:
             return
         mounted.may_serve()  # blocks reported as saved may be from weights that are gone
-        doubtful = self._late.unnamed(invalid_block_ids, overdue=overdue)
-        if doubtful and self.context is not None:
+        if invalid_block_ids and self.context is not None:
             tables = {name: self._block_ids_or_none(name) for name in self._requests}
-            mounted.cache.distrust_blocks(doubtful, tables)
+            mounted.cache.distrust_blocks(invalid_block_ids, tables)
         settlements = mounted.cache.apply_report(report)
         self._unsettled = None
         for settlement in settlements:
@@ -451,7 +442,7 @@ class SchedulerSide:
             return
         if request.status.name not in CUT_SHORT and mounted.may_serve():
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            with context.saving(None, {}):
+            with context.saving(None):
                 mounted.cache.note_computed(view, computed, partial(self._chain_of, view.request_id))
 
     def request_finished(self, request_id: str) -> None:
