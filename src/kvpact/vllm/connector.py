@@ -294,13 +294,10 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         return self.scheduler_side.has_pending_work()
 
     @guarded(lambda: None)
-    def requests_begin_again(self, spoilt: set[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """Steps relied on blocks that were not loaded. The scheduler has unpublished the `spoilt` ones, which are those
-        and what was computed over them, and takes them from these requests after this call."""
-        side = self.scheduler_side
-        side.spoilt |= spoilt
-        if side.cache is not None:
-            side.cache.distrust_blocks(spoilt, tables)
+    def requests_begin_again(self, invalid: set[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """Steps relied on blocks that were not loaded. The scheduler has unpublished the `invalid` ones, which are
+        those and what was computed over them, and takes them from these requests after this call."""
+        self.scheduler_side.requests_begin_again(invalid, tables)
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

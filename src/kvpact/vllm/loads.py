@@ -143,20 +143,20 @@ class CommittedLoads:
 
     # Reports
 
-    def spoilt_by(self, invalid_block_ids: set[int]) -> set[int]:
-        """The invalid blocks, and the blocks after them in the requests that were loading them; those hits are
-        subtracted."""
-        spoilt = set(invalid_block_ids)
+    def invalid_with(self, invalid_block_ids: set[int]) -> set[int]:
+        """Subtract the hits on invalid blocks; returns these blocks and those after them in the requests that loaded
+        them."""
+        invalid = set(invalid_block_ids)
         for request_id, load in list(self._loads.items()):
             blocks = load.block_ids
             first = next((place for place, block in enumerate(blocks) if block in invalid_block_ids), None)
             if first is not None:
-                spoilt.update(blocks[first:])
+                invalid.update(blocks[first:])
                 self._credit.load_failed(request_id, first * self._block_size)
                 if load.is_broken:
                     self._credit.step_reported(request_id)
                     del self._loads[request_id]
-        return spoilt
+        return invalid
 
     def lost(self, request_id: str) -> None:
         """The engine has been told that nothing was loaded for the request, which begins again in other blocks."""
