@@ -35,23 +35,18 @@ class StickyBlocks(KVConnectorBase_V1):
         """It owes nobody a delivery."""
         return False
 
-    # The context, and the three hooks that it wants to hear of
+    # The context, and the two hooks that it wants to hear of
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """vLLM 0.30 and later."""
+        """vLLM offers its block tables and its block pool."""
         self.scheduler_context = scheduler_context(kv_cache_manager, self.policy)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM before 0.30."""
-        self.scheduler_context = scheduler_context(gpu_block_pool, self.policy)
 
     def on_new_request(self, request: Any) -> None:
         """Passed on."""
         self.scheduler_context.on_new_request(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Passed on."""
-        self.scheduler_context.update_state_after_alloc(request, blocks)
+        """Nothing."""
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Passed on; then what was kept long enough, or is in somebody's way, is given back."""

@@ -6,7 +6,7 @@ DIR then has files of at most --max-mb each, manifest.json with their sizes and 
 there into a directory for PYTHONPATH. Of vLLM's compiled modules only the machine code for Hopper is packed, so that
 all of it is 50 MB.
 
-vLLM 0.32.0 asks for torch 2.13 by its metadata, as 0.28 to 0.31 do, and pip would not install it there. Its compiled
+vLLM 0.32.0 asks for torch 2.13 by its metadata, as 0.30 and 0.31 do, and pip would not install it there. Its compiled
 modules call torch by its stable interface alone, so that they load beside 2.11, too; docs/gpu.md says what was tried.
 
 Asks pip for wheels, for Python --python on x86-64. --wheels DIR takes wheels that are at hand instead. --list only says

@@ -11,7 +11,7 @@
 # nothing.
 #
 #   KVPACT_VENV   the folder to bring up to date instead of .venv
-#   KVPACT_VLLM   the release of vLLM to install there, from 0.28.0 on
+#   KVPACT_VLLM   the release of vLLM to install there, from 0.30.0 on
 #   KVPACT_WHEELS  a folder with wheels of kvpact and its test kit, to install instead of this checkout
 set -eu
 cd "$(dirname "$0")/.."

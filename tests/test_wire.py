@@ -39,7 +39,6 @@ STEP = StepMessage(
     store=SharedTierConfig("namespace", 16, (4096,), ((0, 1),)),
     adapters=(AdapterUsed(1, b"stamp", (7,)),),
     changes=(0,),
-    spoilt={1: (7, 8)},
 )
 HANDSHAKE = WorkerHandshake(
     0, SegmentAddress(1, 2, 3, 4096, 5, 6, "boot", "pid"), facts={"dtype": "bfloat16"}, group_bytes=(4096, 0)
@@ -53,7 +52,7 @@ MESSAGES = [
     (WorkerReport, REPORT),
     (WorkerReport, WorkerReport({0: {}})),
 ]
-SCHEMAS = {1: "788f2a4cd9556002", 2: "2f42290a7d9d4071", 3: "6794babd79d13237"}
+SCHEMAS = {1: "788f2a4cd9556002", 2: "2f42290a7d9d4071", 3: "6794babd79d13237", 4: "a32e33424380144b"}
 """Version of the messages -> digest of their fields."""
 
 

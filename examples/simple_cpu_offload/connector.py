@@ -131,7 +131,6 @@ class SimpleCPUOffload(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM takes so many of the promised tokens."""
-        self.scheduler_context.update_state_after_alloc(request, blocks)
         self.offloader.load(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

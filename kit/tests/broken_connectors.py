@@ -213,14 +213,12 @@ class Raises(SimpleConnector):
 class HoldsBlocks(SimpleConnector):
     """H07: protects the blocks of each request and forgets to let go of them."""
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.pool = gpu_block_pool
-
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             (block_ids,) = blocks.get_block_ids()
-            self.pool.touch([self.pool.blocks[block_id] for block_id in block_ids])
+            pool = self.tables.block_pool
+            pool.touch([pool.blocks[block_id] for block_id in block_ids])
 
 
 class NeverRests(SimpleConnector):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpact.vllm.compat.scheduler import StepBlockTables
 from kvpact_testkit.vllm.simple_connector import SimpleConnector
 
 PIECE = 4
@@ -41,13 +40,15 @@ class Pieces:
         return ([block * self.in_block + piece for block in self.block_ids for piece in range(self.in_block)],)
 
 
-class PieceTables(StepBlockTables):
-    """The same of each request that a step computes."""
+@dataclass(frozen=True, slots=True)
+class PieceTables:
+    """The same of each request."""
 
-    in_block = 0
+    manager: Any
+    in_block: int
 
-    def get_block_ids(self, request_id: str) -> Any:
-        (block_ids,) = super().get_block_ids(request_id)
+    def get_block_ids(self, request_id: str) -> tuple[list[int]]:
+        (block_ids,) = self.manager.get_block_ids(request_id)
         return Pieces(block_ids, self.in_block).get_block_ids()
 
 
@@ -58,9 +59,10 @@ class PartialConnector(SimpleConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self.only = str(vllm_config.kv_transfer_config.get_from_extra_config("only", ""))
         self.in_block = self.block_size // PIECE
-        self.tables = PieceTables()
-        self.tables.in_block = self.in_block
         self.block_size = PIECE
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self.tables = PieceTables(kv_cache_manager, self.in_block)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)

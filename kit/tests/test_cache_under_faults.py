@@ -138,7 +138,7 @@ def requests() -> Iterator[Request]:
             yield Request(f"{seed}, {again}", [*prompt(6, seed=seed), again], 6)
 
 
-@pytest.mark.parametrize("mode", ["native", "vllm-0.33", "vllm-0.28"])
+@pytest.mark.parametrize("mode", ["native", "vllm-0.33", "vllm-0.30"])
 @pytest.mark.parametrize(
     ("hazard", "plan"),
     [

@@ -49,14 +49,14 @@ def test_h13_what_a_match_needs_is_not_evicted_to_read_the_rest_of_it() -> None:
 def test_h26_an_engine_block_is_known_by_its_group_too() -> None:
     """The hash of a block of 4 tokens was that of the second of two blocks of 2, which the chain knew there before."""
     settings = HarnessSettings(
-        mode="vllm-0.28",
+        mode="vllm-0.30",
         block_size=2,
         num_slots=16,
         num_blocks=28,
         max_tokens_per_step=16,
         max_running=8,
         quirks=replace(
-            EngineQuirks.vllm_0_28(), admits_only_whole_prompts=False, silent_aborts=False, async_scheduling=False
+            EngineQuirks.vllm_0_30(), admits_only_whole_prompts=False, silent_aborts=False, async_scheduling=False
         ),
         groups=(KVCacheGroup(GroupKind.FULL, 2), KVCacheGroup(GroupKind.FULL, 4)),
     )
@@ -103,7 +103,7 @@ def test_a_request_that_waits_for_its_load_is_given_the_blocks_of_other_chunks()
 def test_h13_less_of_a_match_is_read_in_whole_blocks_of_every_group() -> None:
     """Memory had room for 5 rows of 2 tokens; the other group's block of 8 tokens ended in a row that nobody knew."""
     settings = HarnessSettings(
-        mode="vllm-0.28",
+        mode="vllm-0.30",
         ranks=2,
         block_size=2,
         num_slots=32,

@@ -19,7 +19,7 @@ from kvpact.memory.arena import SegmentAddress
 
 Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment")
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Version of the messages; it changes whenever one of their fields changes."""
 
 
@@ -66,8 +66,6 @@ class StepMessage:
     """Adapters that this step must use for requests that run with loaded blocks for the first time."""
     changes: tuple[int, ...] = ()
     """With loads or saves: per rank, the number of changes of its weights reported before they were ordered."""
-    spoilt: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """With overdue loads, where vLLM accepts only block ids: job id -> the ids of the blocks to report."""
     computes: bool = True
     """True if the step has a forward pass."""
 

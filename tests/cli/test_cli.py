@@ -287,14 +287,15 @@ def test_serve_refuses_a_wrong_configuration_before_it_starts_anything() -> None
 
 
 def test_serve_refuses_an_old_release_in_one_line(fake_vllm: Path) -> None:
-    (fake_vllm / "vllm" / "__init__.py").write_text("__version__ = '0.27.0'")
+    (fake_vllm / "vllm" / "__init__.py").write_text("__version__ = '0.29.0'")
     (fake_vllm / "vllm" / "platforms.py").write_text("current_platform = None")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(fake_vllm), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([KVPACT, "serve", "m"], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
-    refused = "kvpact: vLLM 0.27.0 is installed, and kvpact serves 0.28 and later: install one of 0.28 to 0.33, which "
+    refused = "kvpact: vLLM 0.29.0 is installed, and kvpact serves 0.30 and later: install one of 0.30 to 0.33, which "
+    last = "kvpact's commit b9a0c7b9 is the last one that serves 0.28 and 0.29"
     before = [*([what_copies("auto")] if gpus_here() else []), TIME_TO_END]
-    assert done.stderr.splitlines() == [*before, f"{refused}are tested"]
+    assert done.stderr.splitlines() == [*before, f"{refused}are tested; {last}"]
 
 
 def test_serve_wants_the_model_first() -> None:

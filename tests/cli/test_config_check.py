@@ -55,7 +55,7 @@ def test_what_holds_is_said_and_nothing_is_wrong(tmp_path: Path) -> None:
     code, found = checked(model, "--memory", "4GiB", "--tier", f"disk://{tmp_path}/tier?capacity=1GiB")
     assert code == 0, found
     assert {word for word, _ in found.values()} == {"ok"}
-    assert found["vLLM"][1] == "0.32.0+cpu is among the tested releases, 0.28 to 0.33"
+    assert found["vLLM"][1] == "0.32.0+cpu is among the tested releases, 0.30 to 0.33"
     assert found["memory"][1] == "4GiB configured, 64GiB free"
     assert "128KiB of keys and values per token" in found["model"][1]
     assert found["model"][1].endswith("memory holds 32,768 tokens")
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said_and_the_exit_code_is_1(arguments: tuple[str, ...]
     assert code == 1
 
 
-@pytest.mark.parametrize(("version", "text"), [("0.27.1", "kvpact serves 0.28 and later"), ("0.99.0", "is not among")])
+@pytest.mark.parametrize(("version", "text"), [("0.29.1", "kvpact serves 0.30 and later"), ("0.99.0", "is not among")])
 def test_a_release_that_is_not_tested_is_looked_at(version: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_command, "distribution", lambda name: type("Vllm", (), {"version": version}))
     code, found = checked()

@@ -53,7 +53,7 @@ def test_h129_more_memory_than_the_machine_has_is_refused_before_vllm_begins(tmp
             "0.32.0",
             'kvpact: io_threads="0" in the environment (KVPACT_IO_THREADS',
         ),
-        ("kvpact serve m", "0.27.0", "kvpact: vLLM 0.27.0 is installed, and kvpact serves 0.28 and later"),
+        ("kvpact serve m", "0.29.0", "kvpact: vLLM 0.29.0 is installed, and kvpact serves 0.30 and later"),
         ("kvpact serve m --teir x", "0.32.0", "kvpact: neither kvpact serve nor vllm serve has an option --teir"),
     ],
 )

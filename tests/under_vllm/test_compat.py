@@ -24,29 +24,17 @@ from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_rele
 PROBE = """
 import json
 from importlib.util import find_spec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import PrefixCacheStats
-from kvpact.errors import ConfigError
 from kvpact.vllm import PactConnector
-from kvpact.vllm.compat import layouts, objects, scheduler
+from kvpact.vllm.compat import objects, scheduler
 from kvpact.vllm.compat.shape import what_is_missing
-
-try:
-    block_layouts = layouts.wanted_layout("blocks") == "BLHNC"
-except ConfigError:
-    block_layouts = False
 
 counted = PrefixCacheStats()
 objects.correct_hit_sources(counted, {"seen": 1})
 print(json.dumps([one.what for one in what_is_missing(None, None, PactConnector)]))  # of every configuration
 print(json.dumps({
-    "block_tables": hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"),
-    "failed_requests": scheduler.TAKES_FAILED_REQUESTS,
-    "block_layouts": block_layouts,
     "pins_host_memory": find_spec("vllm.v1.kv_offload.cpu.host_register") is not None,
     "tells_of_sleep": scheduler.TELLS_OF_SLEEP,
-    "loads_after_forward": bool(objects.load_before_forward(SchedulerOutput.make_empty())),
     "counts_held_blocks": scheduler.COUNTS_HELD_BLOCKS,
     "hits_by_source": "seen" in getattr(counted, "hits_by_source", {}),
 }))
@@ -77,38 +65,27 @@ def test_the_table_says_what_each_release_offers(release: str, tmp_path: Path) -
 
 def test_a_release_is_known_by_its_series() -> None:
     assert tuple(version.rpartition(".")[0] for version in RELEASES) == SERIES
-    assert all(is_known(version) for version in ("0.28.0", "0.32.0+cpu", "0.33.1"))
-    assert not any(is_known(version) for version in ("0.27.1", "0.3.2", "0.280.0", "0.330.1", "1.0.0"))
+    assert all(is_known(version) for version in ("0.30.0", "0.32.0+cpu", "0.33.1"))
+    assert not any(is_known(version) for version in ("0.29.0", "0.3.2", "0.300.0", "0.330.1", "1.0.0"))
 
 
 def test_older_releases_are_refused_in_one_line_and_no_others() -> None:
-    assert len(RELEASES) == 6
-    for version in ("0.28.0rc1", "0.33.1+cu129", "0.34.0", "1.0", "0.1.dev1+g123abc", "dev", ""):
+    assert len(RELEASES) == 4
+    for version in ("0.30.0rc1", "0.33.1+cu129", "0.34.0", "1.0", "0.1.dev1+g123abc", "dev", ""):
         refuse_older(version)
-    for version in ("0.19.1", "0.27.0+cpu", "0.3.2"):
+    for version in ("0.19.1", "0.29.0+cpu", "0.3.2"):
         with pytest.raises(ConfigError) as refused:
             refuse_older(version)
         assert str(refused.value) == (
-            f"vLLM {version} is installed, and kvpact serves 0.28 and later: install one of 0.28 to 0.33, which are "
-            "tested"
+            f"vLLM {version} is installed, and kvpact serves 0.30 and later: install one of 0.30 to 0.33, which are "
+            "tested; kvpact's commit b9a0c7b9 is the last one that serves 0.28 and 0.29"
         )
 
 
 def test_blocks_asks_for_a_layout_and_auto_does_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [layouts.wanted_layout(kv_layout) for kv_layout in ("auto", "engine", "blocks")] == [None, None, "BLHNC"]
-    with pytest.MonkeyPatch.context() as device:
-        device.setattr(layouts, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-        assert [layouts.wanted_layout(kv_layout) for kv_layout in ("auto", "engine")] == ["BLHNC", None]
-        device.setattr(layouts, "TAKES_FAILED_REQUESTS", False)
-        assert layouts.wanted_layout("auto") is None
-
-    def missing(module: str) -> object:
-        raise ImportError(module)
-
-    monkeypatch.setattr(layouts, "import_module", missing)
-    assert layouts.wanted_layout("auto") is None
-    with pytest.raises(ConfigError, match=r"0\.29 is the first; leave kv_layout out"):
-        layouts.wanted_layout("blocks")
+    monkeypatch.setattr(layouts, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    assert [layouts.wanted_layout(kv_layout) for kv_layout in ("auto", "engine")] == ["BLHNC", None]
 
 
 @pytest.mark.parametrize(

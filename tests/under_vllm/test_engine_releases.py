@@ -19,7 +19,7 @@ import pytest
 from kvpact_testkit.vllm.releases import RELEASES
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ("0.28.0", "0.30.0", "0.32.0")
+ENGINES = ("0.30.0", "0.32.0")
 """Releases with a CPU build for the same torch. That of 0.32 is in every run of the tests, from a checkout."""
 
 BY_NAME = """

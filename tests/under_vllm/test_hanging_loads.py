@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact.vllm.compat import late_loads
 from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 DEADLINE = 0.3
@@ -95,17 +94,10 @@ def come_to_rest(engine: PlayedEngine, copies: HangingCopies) -> None:
     engine.assert_at_rest()
 
 
-@pytest.fixture(params=[True, False], ids=["by request", "by blocks"])
-def by_request(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """How vLLM is told: releases before 0.30 take blocks alone."""
-    monkeypatch.setattr(late_loads, "TAKES_FAILED_REQUESTS", request.param)
-    return bool(request.param)
-
-
 @pytest.mark.parametrize("local", [0, 2], ids=["nothing local", "a local hit"])
 @pytest.mark.parametrize("garbage", [False, True], ids=["written late", "garbage written late"])
 def test_h07_h10_a_load_that_hangs_costs_its_request_the_deadline_and_no_other_anything(
-    start: Callable[..., tuple[PlayedEngine, HangingCopies]], by_request: bool, local: int, garbage: bool
+    start: Callable[..., tuple[PlayedEngine, HangingCopies]], local: int, garbage: bool
 ) -> None:
     engine, copies, prompt = stored(start)
     if local:
@@ -137,30 +129,8 @@ def test_h07_h10_a_load_that_hangs_costs_its_request_the_deadline_and_no_other_a
     engine.assert_at_rest()
 
 
-def test_h07_a_first_block_that_others_have_as_well_is_not_named(
-    start: Callable[..., tuple[PlayedEngine, HangingCopies]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A running neighbour would have to compute everything again."""
-    monkeypatch.setattr(late_loads, "TAKES_FAILED_REQUESTS", False)
-    engine, copies, prompt = stored(start)
-    copies.restore()
-    neighbour = engine.add(prompt[: 2 * BLOCK + 1], max_tokens=400)
-    step_until(engine, lambda: neighbour.said)
-    copies.__init__(engine)  # type: ignore[misc]
-    hangs = engine.add(prompt)
-    step_until(engine, copies.hung.is_set)
-    computed = engine.computed_tokens
-    said = len(neighbour.said)
-    step_until(engine, lambda: hangs.finish_reason)
-    progress = len(neighbour.said) - said
-    assert engine.computed_tokens - computed <= progress + (BLOCKS - 2) * BLOCK + 5 + 3
-    assert hangs.said == answer(prompt, 3)
-    engine.cancel(neighbour)
-    come_to_rest(engine, copies)
-
-
 def test_h07_h10_two_loads_behind_one_copy_that_hangs(
-    start: Callable[..., tuple[PlayedEngine, HangingCopies]], by_request: bool
+    start: Callable[..., tuple[PlayedEngine, HangingCopies]],
 ) -> None:
     engine, copies = start(sync_load_budget=0)
     prompts = [make_prompt(seed, BLOCKS) for seed in range(3)]
@@ -178,7 +148,7 @@ def test_h07_h10_two_loads_behind_one_copy_that_hangs(
 
 
 def test_h07_h10_a_request_that_is_cancelled_while_its_load_hangs(
-    start: Callable[..., tuple[PlayedEngine, HangingCopies]], by_request: bool
+    start: Callable[..., tuple[PlayedEngine, HangingCopies]],
 ) -> None:
     engine, copies, prompt = stored(start, num_blocks=24)
     copies.garbage = True

@@ -60,14 +60,11 @@ def those(names: list[str], *wanted: str) -> list[str]:
     return [name for name in names if name in wanted]
 
 
-def test_the_first_runner_starts_loads_before_or_after_the_forward_pass(release: str) -> None:
+def test_the_first_runner_starts_loads_after_the_forward_pass_unless_the_step_waits_for_one(release: str) -> None:
     step = part(release, "v1/worker/kv_connector_model_runner_mixin.py", "_get_kv_connector_output")
     order = those(calls(step), "bind_connector_metadata", "start_load_kv", "yield", "wait_for_save")
-    if RELEASES[release].loads_after_forward:
-        assert order == ["bind_connector_metadata", "start_load_kv", "yield", "start_load_kv", "wait_for_save"]
-        assert "start_after_forward = not scheduler_output.has_sync_kv_loads" in ast.unparse(step)
-    else:
-        assert order == ["bind_connector_metadata", "start_load_kv", "yield", "wait_for_save"]
+    assert order == ["bind_connector_metadata", "start_load_kv", "yield", "start_load_kv", "wait_for_save"]
+    assert "start_after_forward = not scheduler_output.has_sync_kv_loads" in ast.unparse(step)
 
 
 def test_with_speculation_the_first_runner_asks_for_results_before_the_step_is_saved(release: str) -> None:
@@ -78,16 +75,11 @@ def test_with_speculation_the_first_runner_asks_for_results_before_the_step_is_s
     assert those(calls(later), "wait_for_save", "get_transfer_results", "get_finished") == ["wait_for_save"]
 
 
-def test_the_second_runner_starts_loads_before_or_after_the_forward_pass(release: str) -> None:
+def test_the_second_runner_starts_loads_after_the_forward_pass_unless_the_step_waits_for_one(release: str) -> None:
     active = part(release, "v1/worker/gpu/kv_connector.py", "ActiveKVConnector")
     before, after = function(active, "pre_forward"), function(active, "post_forward")
-    if RELEASES[release].loads_after_forward:
-        assert "if scheduler_output.has_sync_kv_loads:\n        self._start_load_kv()" in ast.unparse(before)
-        assert those(calls(after), "_start_load_kv", "wait_for_save") == ["_start_load_kv", "wait_for_save"]
-    else:
-        assert those(calls(before), "bind_connector_metadata", "start_load_kv")[0] == "bind_connector_metadata"
-        assert "start_load_kv" in calls(before)
-        assert those(calls(after), "start_load_kv", "wait_for_save") == ["wait_for_save"]
+    assert "if scheduler_output.has_sync_kv_loads:\n        self._start_load_kv()" in ast.unparse(before)
+    assert those(calls(after), "_start_load_kv", "wait_for_save") == ["_start_load_kv", "wait_for_save"]
 
 
 def test_the_first_runner_shows_before_the_forward_pass_that_it_replays_a_full_graph(release: str) -> None:

@@ -191,8 +191,8 @@ def test_a_device_is_refused(
 
 def test_a_release_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = made()
-    monkeypatch.setattr("vllm.__version__", "0.27.1")
-    with pytest.raises(ConfigError, match=r"vLLM 0\.27\.1 is installed, and kvpact serves 0\.28 and later"):
+    monkeypatch.setattr("vllm.__version__", "0.29.1")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.29\.1 is installed, and kvpact serves 0\.30 and later"):
         check_configuration(config)
 
 

@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 import kvpact.vllm
 from kvpact.errors import ConfigError
 from kvpact.vllm.compat.shape import what_is_missing
-from kvpact.vllm.compat.uses import USES, Use, reports_blocks_only
+from kvpact.vllm.compat.uses import USES, Use
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.scheduler import pact_scheduler
 from kvpact_testkit.results import as_text
@@ -60,7 +60,7 @@ def single_uses() -> Iterator[tuple[Use, str]]:
     """All that a release like the installed one is examined for."""
     for use in USES:
         is_there = not use.in_workers or use.place.partition(":")[0] in sys.modules
-        if is_there and use.when is not reports_blocks_only:
+        if is_there:
             yield from ((use, names) for names in use.names.split())
 
 
@@ -147,13 +147,6 @@ def test_a_module_or_class_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_without_reports_of_failed_requests_those_of_blocks_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(base, "KVConnectorTransferResults")
-    assert missing()[f"{base.__name__}.KVConnectorTransferResults"].startswith("asynchronous loads")
-    monkeypatch.delattr(base.KVConnectorBase_V1, "get_finished")
-    assert missing()["KVConnectorBase_V1.get_finished"] == ""
-
-
 # What an engine does with it
 
 
@@ -173,7 +166,7 @@ def started(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_an_unknown_release_of_the_same_shape_is_served(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = started(caplog)
     assert said == (
-        f"kvpact: vLLM {UNKNOWN} is not among the tested releases (0.28 to 0.33); what kvpact uses of it has the names "
+        f"kvpact: vLLM {UNKNOWN} is not among the tested releases (0.30 to 0.33); what kvpact uses of it has the names "
         "and the arguments of 0.33"
     )
     report = VllmDriver("kvpact.vllm:PactConnector", CONFIG).run(["stores_and_loads"])
@@ -233,11 +226,11 @@ def test_a_connector_that_cannot_be_imported_says_why(
 def test_a_release_before_all_others_is_refused_whatever_it_has(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.27.1")
+    monkeypatch.setattr("vllm.__version__", "0.29.1")
     for name in kvpact.vllm.__all__:
-        with pytest.raises(ConfigError, match=r"vLLM 0\.27\.1 is installed, and kvpact serves 0\.28 and later"):
+        with pytest.raises(ConfigError, match=r"vLLM 0\.29\.1 is installed, and kvpact serves 0\.30 and later"):
             getattr(kvpact.vllm, name)
-    with pytest.raises(ValueError, match=r"vLLM 0\.27\.1 is installed"):
+    with pytest.raises(ValueError, match=r"vLLM 0\.29\.1 is installed"):
         started(caplog)
-    with pytest.raises(ConfigError, match=r"vLLM 0\.27\.1 is installed"):
+    with pytest.raises(ConfigError, match=r"vLLM 0\.29\.1 is installed"):
         pact_scheduler(vllm_config=None)

@@ -412,15 +412,15 @@ def test_engines_that_the_hook_is_not_known_to_be_right_on_are_refused(worker: A
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("release", ["0.19.1", "0.34.0", "1.0.0", "0.3.2", "0.330.1"])
+@pytest.mark.parametrize("release", ["0.29.0", "0.34.0", "1.0.0", "0.3.2", "0.330.1"])
 def test_unknown_releases_are_refused(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr("vllm.__version__", release)
-    with pytest.raises(ConfigError, match=rf"not known to be right on vLLM {release}, only on 0\.28"):
+    with pytest.raises(ConfigError, match=rf"not known to be right on vLLM {release}, only on 0\.30"):
         bind_step_hook(engine_worker(), Fixed({}), ATTENTION)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("release", ["0.28.0", "0.32.0+cpu", "0.33.1"])
+@pytest.mark.parametrize("release", ["0.30.0", "0.32.0+cpu", "0.33.1"])
 def test_known_releases_are_served(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr("vllm.__version__", release)
     assert bind_step_hook(engine_worker(), Fixed({}), ATTENTION) is not None
@@ -483,9 +483,8 @@ connector = SimpleNamespace(before_update_states=lambda output: {"r": 5})
 changed = StepHook(connector, new_requests_only=True, minimum=None).apply(output)
 assert changed.scheduled_new_reqs[0].num_computed_tokens == 21, changed
 assert (changed.num_scheduled_tokens, changed.total_num_scheduled_tokens) == ({"r": 4}, 4)
-assert getattr(changed, "has_sync_kv_loads", True) is True
+assert changed.has_sync_kv_loads
 assert (new.num_computed_tokens, output.num_scheduled_tokens) == (16, {"r": 9})
-print(hasattr(changed, "has_sync_kv_loads"))
 """
 
 
@@ -499,7 +498,6 @@ def test_the_step_of_each_release_is_copied_right(release: str, tmp_path: Path) 
         [sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (done.stdout.split()[-1] == "True") == RELEASES[release].loads_after_forward
     for runner_file, needed in (
         ("v1/worker/gpu/model_runner.py", "num_computed_tokens=new_req_data.num_computed_tokens"),
         ("v1/worker/gpu_model_runner.py", "req_state.num_computed_tokens = num_computed_tokens"),

@@ -216,22 +216,6 @@ def test_an_adapter_exchanged_between_load_and_use_costs_its_requests_and_not_th
         assert not engine.wrong_published()
 
 
-def test_before_0_30_a_model_with_several_groups_runs_without_kvpact(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("kvpact.vllm.groups.TAKES_FAILED_REQUESTS", False)
-    with engine_over({"memory": "4MiB", "model_id": "testkit"}, groups=GEMMA) as engine:
-        assert "this model runs without kvpact; use vLLM 0.30 or later" in caplog.text
-        for name in ("first", "again"):
-            engine.add(name, make_prompt(1, 6))
-            assert engine.finish()
-            assert engine.observed.outputs[name] == engine.expected(name)
-            assert engine.drain()
-            assert engine.forget_computed()
-        assert engine.connector.scheduler_side.mounted is None
-        assert engine.ranks[0].connector.cache_worker.memory is None
-
-
 # What is refused
 
 

@@ -22,7 +22,6 @@ from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.vllm.checks import check_settings
 from kvpact.vllm.compat.group_tables import StateBlocks
-from kvpact.vllm.compat.scheduler import StepBlockTables
 from kvpact.vllm.groups import engine_groups, fit_to_engine
 from kvpact.vllm.identity import engine_namespace
 from kvpact.wire import UnorderedLoad
@@ -172,57 +171,21 @@ def test_loads_of_groups_are_such_as_can_fail() -> None:
 
 # Block tables
 
-GROUPS = GroupSet((KVCacheGroup(GroupKind.FULL, 16), KVCacheGroup(GroupKind.WINDOW, 16, 40)))
 STATES = GroupSet((KVCacheGroup(GroupKind.FULL, 16), KVCacheGroup(GroupKind.STATE, 16)))
 
 
-def step(request_id: str, computed: int, added: tuple[list[int], ...] | None) -> Any:
-    cached = SimpleNamespace(
-        req_ids=[request_id], new_block_ids=[added], resumed_req_ids=set(), num_computed_tokens=[computed]
-    )
-    return SimpleNamespace(
-        finished_req_ids=set(), preempted_req_ids=None, scheduled_new_reqs=[], scheduled_cached_reqs=cached
-    )
-
-
-def test_blocks_that_left_a_window_are_not_shown_before_0_30() -> None:
-    """vLLM gives them to other requests, and tells connectors nothing."""
-    tables = StepBlockTables(GROUPS)
-    tables.note_blocks("r", ([1, 2, 3, 4], [5, 6, 7, 8]))
-    tables.note_step(step("r", 64, ([9], [10])))
-    assert tables.get_block_ids("r") == ([1, 2, 3, 4, 9], [0, 6, 7, 8, 10])
-    tables.note_step(step("r", 80, None))
-    assert tables.get_block_ids("r") == ([1, 2, 3, 4, 9], [0, 0, 7, 8, 10])
-
-
-class Tables:
-    """The tables of one request."""
-
-    num_kv_cache_groups = 2
-
-    def get_block_ids(self, request_id: str) -> tuple[Sequence[int], ...]:
-        """As `BlockTables`."""
-        return [1, 2, 3], [4, 0, 5]
-
-
-def shown(step: Any, computed: int) -> tuple[tuple[int, ...], ...]:
-    blocks = StateBlocks(STATES, 0)
-    assert blocks.shown("r", Tables().get_block_ids("r")) == ((1, 2, 3), (4, 0, 5))
-    with blocks.saving(step, {"r": computed}, Tables()):
-        return blocks.shown("r", Tables().get_block_ids("r"))
-
-
-def test_only_states_at_the_end_of_blocks_are_shown_to_be_saved() -> None:
-    """Without word of vLLM, before 0.30, that is where a step ends."""
-    assert shown(SimpleNamespace(), 48) == ((1, 2, 3), (0, 0, 5))
-    assert shown(SimpleNamespace(), 47) == ((1, 2, 3), (0, 0, 0))
-    assert shown(SimpleNamespace(), 16) == ((1, 2, 3), (4, 0, 0))
+TABLES = ([1, 2, 3], [4, 0, 5])
+"""The tables of one request."""
 
 
 def test_states_are_saved_from_the_blocks_that_vllm_offers() -> None:
     """The table may name another block by then, and one with the state of a token inside a block is none to save."""
     offered = SimpleNamespace(boundary_state_offloads={"r": [(1, 9, 32), (1, 5, 40)], "other": [(1, 4, 16)]})
-    assert shown(SimpleNamespace(kv_connector_block_state=offered), 41) == ((1, 2, 3), (0, 9, 0))
+    blocks = StateBlocks(STATES, 0)
+    assert blocks.shown("r", TABLES) == ((1, 2, 3), (4, 0, 5))
+    for step, states in ((SimpleNamespace(kv_connector_block_state=offered), (0, 9, 0)), (None, (0, 0, 0))):
+        with blocks.saving(step):
+            assert blocks.shown("r", TABLES) == ((1, 2, 3), states)
 
 
 # Loads that are lost whole
@@ -253,7 +216,7 @@ def test_h08_a_load_of_groups_arrives_once_and_as_a_whole(failing: int | None) -
 def test_h08_an_overdue_part_of_a_load_ends_the_wait_for_all_parts() -> None:
     jobs = RankJobs(stores=True, whole_requests=True)
     jobs.order([part(1, 0), part(2, 1)])
-    jobs.leave_overdue(1, None)
+    jobs.leave_overdue(1)
     ended = jobs.ended_loads()
     assert ended.arrived == ended.lost == {"r"}
     for number in (2, 1):

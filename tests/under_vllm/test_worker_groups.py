@@ -11,16 +11,13 @@ import pytest
 import torch
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.worker import utils
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork
 from kvpact.ranges import RangeSet
 from kvpact.wire import StepMessage
 from kvpact.worker.worker import CacheWorker, RankInfo
-
-allocate = getattr(utils, "allocate_kv_cache", None)
-pytestmark = pytest.mark.skipif(allocate is None, reason="before vLLM 0.30 a model's runner allocates the KV memory")
 
 PAGE = 1024
 BLOCKS = 10
@@ -56,8 +53,7 @@ def memory_in(layout: Any, kernel_block: int) -> dict[str, Any]:
     config = SimpleNamespace(cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None))
     made = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, BLOCKS * 3 * PAGE)
     assert made.num_blocks == BLOCKS
-    assert allocate is not None
-    memory: dict[str, Any] = allocate(made, torch.device("cpu"), layout, [kernel_block, 16, 64])
+    memory: dict[str, Any] = allocate_kv_cache(made, torch.device("cpu"), layout, [kernel_block, 16, 64])
     return memory
 
 

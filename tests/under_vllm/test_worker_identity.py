@@ -227,15 +227,13 @@ def test_h34_what_loading_does_to_a_part_of_the_model_counts(engine: VllmConfig)
 
 
 class Attention:
-    """An attention layer with what vLLM's own have; `isa` is where `place` says: on the layer, or its `impl`."""
+    """An attention layer with what vLLM's own have."""
 
-    def __init__(self, backend: str = "CPU_ATTN", isa: str = "vec", place: str = "layer", **attributes: Any) -> None:
+    def __init__(self, backend: str = "CPU_ATTN", isa: str = "vec", **attributes: Any) -> None:
         self.kv_cache_dtype, self.kv_cache_torch_dtype = "auto", torch.bfloat16
         self._k_scale, self._v_scale = torch.tensor(1.0), torch.tensor(1.0)
         self._k_scale_float = self._v_scale_float = 1.0
-        self.impl = SimpleNamespace()
-        holder: Any = self if place == "layer" else self.impl
-        holder.isa = isa
+        self.isa = isa
         self.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: backend)
         vars(self).update(attributes)
 
@@ -250,7 +248,6 @@ def facts_of_layers(engine: VllmConfig, layers: dict[str, Any], page: str = "a p
 def test_h33_whatever_lays_bytes_out_otherwise_is_another_engine(engine: VllmConfig) -> None:
     plain = facts_of_layers(engine, {"first": Attention(), "second": Attention()})
     assert facts_of_layers(engine, {"first": Attention(), "second": Attention()}) == plain
-    assert facts_of_layers(engine, {"first": Attention(place="impl"), "second": Attention(place="impl")}) == plain
     assert plain["attention"] == "2 x CPU_ATTN vec auto"
     others = {
         "order": {"second": Attention(), "first": Attention()},
@@ -259,7 +256,6 @@ def test_h33_whatever_lays_bytes_out_otherwise_is_another_engine(engine: VllmCon
         "backend": {"first": Attention(), "second": Attention("TORCH_SDPA")},
         "backend, the other one": {"first": Attention("TORCH_SDPA"), "second": Attention()},
         "kernels": {"first": Attention(), "second": Attention(isa="amx")},
-        "kernels before 0.30": {"first": Attention(isa="amx", place="impl"), "second": Attention()},
         "kv dtype": {"first": Attention(), "second": Attention(kv_cache_dtype="fp8")},
         "stored dtype": {"first": Attention(), "second": Attention(kv_cache_torch_dtype=torch.float16)},
         "k scale": {"first": Attention(), "second": Attention(_k_scale=torch.tensor(0.5))},

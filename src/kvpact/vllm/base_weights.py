@@ -94,7 +94,7 @@ def _hub_model(model: str, revision: str | None, cache: str | None) -> str:
 def hub_commit(repository: str, revision: str | None, cache: str | None) -> str | None:
     """The commit of a hub repository that the engine serves, never a branch or a tag; None if it is not known.
 
-    vLLM resolves it once when it starts (0.28 and later, `ResolvedRevision` of huggingface_hub), so a branch that moves
+    vLLM resolves it once when it starts (`ResolvedRevision` of huggingface_hub), so a branch that moves
     meanwhile changes nothing. Otherwise the hub's `cache` (None: the usual folder), from which the engine has loaded,
     has it.
     """

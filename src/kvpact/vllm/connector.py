@@ -1,7 +1,7 @@
 """`PactConnector`: kvpact as stock vLLM loads it.
 
 Owns no logic beyond vLLM's calling convention: it imports and builds one of the two halves and passes every hook on,
-guarded so that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.28 to 0.33.
+guarded so that a mistake of kvpact costs a hit and never the engine. Written for vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvpact.metrics import Metrics
 from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm
 from kvpact.vllm.compat.configuration import replica_number
 from kvpact.vllm.compat.layouts import wanted_layout
-from kvpact.vllm.compat.objects import by_source, failed_requests, replays_full_graph
+from kvpact.vllm.compat.objects import by_source, replays_full_graph
 from kvpact.vllm.compat.scheduler import transfer_results
 from kvpact.vllm.guard import Guard, guarded
 from kvpact.vllm.kv_memory import KVMemoryHooks
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -189,21 +188,12 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         """The forward pass is over: copy its blocks in the background, protected by the scheduler's half."""
         self.cache_worker.end_forward(self._message())
 
-    @guarded(lambda: (None, None))
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose asynchronous load ended, each once. Releases before 0.30 call this."""
-        return None, self._end_loads().arrived or None
-
     @guarded(lambda: transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose asynchronous load ended, and those whose load counts for nothing. Called from 0.30 on."""
-        ended = self._end_loads()
-        return transfer_results(ended.arrived, ended.lost)
-
-    def _end_loads(self) -> EndedLoads:
+        """Requests whose asynchronous load ended, and those of them whose load counts for nothing."""
         ended = self._poll() or self.cache_worker.give_up_step()  # the next step would be too late to report them
         self._invalid_blocks |= ended.invalid_blocks
-        return ended
+        return transfer_results(ended.arrived, ended.lost)
 
     @guarded(lambda: None)
     def _poll(self) -> EndedLoads | None:
@@ -246,11 +236,6 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         self.scheduler_side.bind_scheduler_context(kv_cache_manager)
 
     @guarded(lambda: None)
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Releases before 0.30 offer the block pool alone."""
-        self.scheduler_side.bind_scheduler_context(gpu_block_pool)
-
-    @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
         """vLLM accepted a request."""
         self.scheduler_side.on_new_request(request)
@@ -283,9 +268,9 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         """Settle what the workers reported, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.message() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
-        failed = failed_requests(connector_output)
         if connector_output.finished_recving:
             self.scheduler_side.loads_ended(connector_output.finished_recving)
+        failed = connector_output.failed_recving
         self.scheduler_side.apply_report(report, set(connector_output.invalid_block_ids), failed)
 
     @guarded(lambda: (False, None))
@@ -309,13 +294,10 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         return self.scheduler_side.has_pending_work()
 
     @guarded(lambda: None)
-    def requests_begin_again(self, spoilt: set[int], tables: Mapping[str, Sequence[int]]) -> None:
-        """Steps relied on blocks that were not loaded. The scheduler has unpublished the `spoilt` ones, which are those
-        and what was computed over them, and takes them from these requests after this call."""
-        side = self.scheduler_side
-        side.spoilt |= spoilt
-        if side.cache is not None:
-            side.cache.distrust_blocks(spoilt, tables)
+    def requests_begin_again(self, invalid: set[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """Steps relied on blocks that were not loaded. The scheduler has unpublished the `invalid` ones, which are
+        those and what was computed over them, and takes them from these requests after this call."""
+        self.scheduler_side.requests_begin_again(invalid, tables)
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

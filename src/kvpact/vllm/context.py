@@ -6,7 +6,7 @@ For any connector, not only kvpact's: see `scheduler_context`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,37 +16,32 @@ from kvpact.contract import KVCacheBlockView
 from kvpact.identity.groups import GroupSet
 from kvpact.vllm.compat.group_tables import StateBlocks
 from kvpact.vllm.compat.scheduler import (
-    BlockTables,
-    StepBlockTables,
     evict_first_of_all,
     group_of,
     is_free,
     live_block_ids,
     next_free,
-    pool_and_tables,
 )
 
 NOT_ADMITTED = frozenset({"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "PREEMPTED"})
 """vLLM's states of a request that the scheduler may still admit. One that waits for its load has been admitted."""
 
 
-def scheduler_context(offered: Any, policy: str = "fcfs", groups: GroupSet | None = None) -> VllmContext:
-    """The context over what vLLM offers a connector's scheduler half.
+def scheduler_context(kv_cache_manager: Any, policy: str = "fcfs", groups: GroupSet | None = None) -> VllmContext:
+    """The context over the KV cache manager that vLLM offers a connector's scheduler half (`bind_kv_cache_manager`).
 
-    `offered` is the argument of `bind_kv_cache_manager` or, before vLLM 0.30, of `bind_gpu_block_pool`; `policy` is
-    `vllm_config.scheduler_config.policy`; `groups` are needed where there are several. The connector passes on three of
-    its hooks, as the first thing in each of them: `on_new_request`, `update_state_after_alloc` and
-    `build_connector_meta`.
+    `policy` is `vllm_config.scheduler_config.policy`; `groups` are needed where there are several. The connector passes
+    on two of its hooks, as the first thing in each of them: `on_new_request` and `build_connector_meta`.
     """
-    pool, tables = pool_and_tables(offered, groups)
-    return VllmContext(pool, tables, policy, groups)
+    return VllmContext(kv_cache_manager, policy, groups)
 
 
 class VllmContext:
-    """A `SchedulerContext` on vLLM 0.28 to 0.33. docs/scheduler-context.md lists what is approximate."""
+    """A `SchedulerContext` on vLLM 0.30 to 0.33. docs/scheduler-context.md lists what is approximate."""
 
-    def __init__(self, block_pool: Any, tables: BlockTables, policy: str, groups: GroupSet | None = None) -> None:
-        self.tables = tables
+    def __init__(self, kv_cache_manager: Any, policy: str, groups: GroupSet | None = None) -> None:
+        self._manager = kv_cache_manager
+        block_pool = kv_cache_manager.block_pool
         self._states = StateBlocks(groups, block_pool.null_block.block_id if groups is not None else 0)
         self._pool = block_pool
         self.hash_block_size = int(block_pool.hash_block_size)
@@ -65,17 +60,12 @@ class VllmContext:
         self._requests[request.request_id] = request
 
     def update_state_after_alloc(self, request: Any, blocks: Any) -> None:
-        """vLLM gave a request its blocks; releases before 0.30 tell this nowhere else while the request waits for its
-        load."""
-        if isinstance(self.tables, StepBlockTables):
-            self.tables.note_blocks(request.request_id, blocks.get_block_ids())
+        """Nothing: connectors written for vLLM before 0.30 pass this hook on."""
 
     def build_connector_meta(self, scheduler_output: Any) -> None:
         """vLLM's step is decided: walks begun in it end here, because vLLM does not announce when it moves a block."""
         self._step += 1
         self._touched.clear()
-        if isinstance(self.tables, StepBlockTables):
-            self.tables.note_step(scheduler_output)
 
     # Blocks
 
@@ -107,12 +97,12 @@ class VllmContext:
         """The number of blocks held through this context now."""
         return self._holds.total
 
-    def saving(self, scheduler_output: Any, computed: Mapping[str, int]) -> AbstractContextManager[None]:
+    def saving(self, scheduler_output: Any) -> AbstractContextManager[None]:
         """Within, `get_block_ids` shows of state-space layers only the states that the step leaves at ends of blocks.
 
-        `computed` has the tokens of each request after the step. Call it in `build_connector_meta`.
+        `scheduler_output` is None between steps, which leave no such states.
         """
-        return self._states.saving(scheduler_output, computed, self.tables)
+        return self._states.saving(scheduler_output)
 
     # Queues
 
@@ -147,20 +137,20 @@ class VllmContext:
     def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
         """See `SchedulerContext`; empty sequences for a request without blocks. PactViolation for an unknown
         request."""
-        tables = self._states.shown(request_id, self.tables.get_block_ids(request_id))
+        tables = self._states.shown(request_id, self._manager.get_block_ids(request_id))
         self._require_alive(request_id, any(tables))
-        return tables or ((),) * self.tables.num_kv_cache_groups
+        return tables or ((),) * self._manager.num_kv_cache_groups
 
     def chain_of(self, request_id: str) -> Sequence[int]:
         """`get_block_ids(request_id)[0]`, each part read when it is asked for; not for later than this hook."""
-        if self.tables.num_kv_cache_groups > 1:
+        if self._manager.num_kv_cache_groups > 1:
             return self.get_block_ids(request_id)[0]
-        block_ids = live_block_ids(self.tables, request_id)
+        block_ids = live_block_ids(self._manager, request_id)
         self._require_alive(request_id, bool(block_ids))
         return block_ids
 
     def _require_alive(self, request_id: str, has_blocks: bool) -> None:
-        if has_blocks and not isinstance(self.tables, StepBlockTables):  # which hear of its end too late
+        if has_blocks:
             return
         request = self._requests.get(request_id)
         if request is None or request.is_finished():
@@ -195,5 +185,5 @@ class VllmContext:
             return KVCacheBlockView(
                 block.block_id, block.ref_cnt, block.is_null, bytes(block_hash), group_of(block_hash)
             )
-        group = 0 if self.tables.num_kv_cache_groups == 1 else -1
+        group = 0 if self._manager.num_kv_cache_groups == 1 else -1
         return KVCacheBlockView(block.block_id, block.ref_cnt, block.is_null, None, group)

@@ -17,12 +17,10 @@ import vllm
 from vllm.platforms import current_platform
 
 from kvpact.config import KvpactConfig
-from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.numa import near_node
 from kvpact.vllm.checks import refuse_device_settings
 from kvpact.vllm.compat.device import copy_call, pin, small_page_call, unpin, use_on_this_thread
-from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact.worker.device.base import Addresses, Event, Stream
 from kvpact.worker.device.opened import OpenedDevice
 from kvpact.worker.paged import PagedKV
@@ -141,16 +139,6 @@ def _node_of(device: torch.device) -> int | None:
         return None
 
 
-def require_provable(config: KvpactConfig, paged: PagedKV, device: str) -> None:
-    """Raise ConfigError where the copies cannot be asked to prove themselves before a step waits for one of them."""
-    refuse_device_settings(config, device)
-    if len(paged.cache_groups) > 1 and not TAKES_FAILED_REQUESTS:
-        raise ConfigError(
-            f"KV memory on {device}: vLLM {vllm.__version__} takes no asynchronous loads for {len(paged.cache_groups)} "
-            "KV cache groups, and before the copies are proven no step may wait for one: 0.30 is the first that does"
-        )
-
-
 def open_device(
     config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int, model: str = "a model"
 ) -> OpenedDevice:
@@ -159,9 +147,9 @@ def open_device(
     Raises ConfigError for any reason not to use them.
     """
     device = paged.tensors[0].device
-    require_provable(config, paged, device.type)
+    refuse_device_settings(config, device.type)
     largest = max(layer.chunk_bytes for layer in paged.layers)
     return OpenedDevice(config, paged, segment, VllmDevice(device, largest), _node_of(device), model)
 
 
-__all__ = ["VllmDevice", "open_device", "require_provable"]
+__all__ = ["VllmDevice", "open_device"]

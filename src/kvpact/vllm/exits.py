@@ -84,8 +84,6 @@ class EngineExits:
             return None
         if not asked:
             return compat.why_not_asked(self._scheduler, output, request)
-        if compat.may_wait_for_encoder(self._scheduler, request):
-            return ExternalMatchExit.ENCODER
         return ExternalMatchExit.THROTTLED if self.throttled else ExternalMatchExit.BUDGET
 
     # What happens within a step

@@ -27,7 +27,6 @@ from kvpact.vllm.compat.group_specs import (
     state_mode,
     window_reach,
 )
-from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 
 FORMAT = "1"
 """Version of a group's digest."""
@@ -123,11 +122,6 @@ def _why_unserved(model: Any, groups: EngineGroups) -> str:
     """Why no request of the engine can be cached, and what to do; "" if some can."""
     if model.runner_type == "pooling":
         return "requests of a pooling model are never cached: start it with vllm serve, without kvpact"
-    if groups.several and not TAKES_FAILED_REQUESTS:
-        return (
-            f"this release of vLLM cannot be told that a load of blocks of {len(groups.layers)} KV cache group(s), not "
-            "all of full attention, failed: this model runs without kvpact; use vLLM 0.30 or later"
-        )
     longest = int(model.max_model_len)
     least = groups.groups.alignment
     if longest > least:

@@ -6,7 +6,7 @@ has received that report is worthless.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -125,10 +125,6 @@ class CommittedLoads:
             if not job.synchronous and (load := self._loads.get(job.request_id)) is not None:
                 load.job = job
 
-    def jobs_of(self, job_ids: Collection[int]) -> list[LoadJob]:
-        """Return which of these load orders are under way."""
-        return [load.job for load in self._loads.values() if load.job and load.job.job_id in job_ids]
-
     def scheduled(self, request_ids: KeysView[str]) -> None:
         """A step is scheduled that computes these requests. Called in every step, also where nothing is loaded."""
         self.ended -= request_ids
@@ -147,20 +143,20 @@ class CommittedLoads:
 
     # Reports
 
-    def spoilt_by(self, invalid_block_ids: set[int]) -> set[int]:
-        """The invalid blocks, and the blocks after them in the requests that were loading them; those hits are
-        subtracted."""
-        spoilt = set(invalid_block_ids)
+    def invalid_with(self, invalid_block_ids: set[int]) -> set[int]:
+        """Subtract the hits on invalid blocks; returns these blocks and those after them in the requests that loaded
+        them."""
+        invalid = set(invalid_block_ids)
         for request_id, load in list(self._loads.items()):
             blocks = load.block_ids
             first = next((place for place, block in enumerate(blocks) if block in invalid_block_ids), None)
             if first is not None:
-                spoilt.update(blocks[first:])
+                invalid.update(blocks[first:])
                 self._credit.load_failed(request_id, first * self._block_size)
                 if load.is_broken:
                     self._credit.step_reported(request_id)
                     del self._loads[request_id]
-        return spoilt
+        return invalid
 
     def lost(self, request_id: str) -> None:
         """The engine has been told that nothing was loaded for the request, which begins again in other blocks."""

@@ -1,24 +1,19 @@
 """The scheduler's half of the connector: passes vLLM's hooks to the cache in the order in which they come.
 
-Owns the map from vLLM's requests to the cache's, and this step's message to the workers. Lives in the scheduler's
-process only; never blocks on I/O.
+Owns the cache while there is one, and this step's message to the workers. Lives in the scheduler's process only; never
+blocks on I/O.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 from kvpact.cache.mounted import EngineIdentity, MountedCache, answer_without_cache
-from kvpact.cache.waiting import MIN_IDENTITY_SECONDS, Event, Told, Waiting
 from kvpact.config import KvpactConfig
-from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, SupportsStepLookup, WorkerReport
+from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.groups import one_group
 from kvpact.metrics import MEMORY, Metrics, StartVerdict
@@ -26,9 +21,8 @@ from kvpact.tiers.registry import load_seal
 from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, require_no_restarts, start_verdict
-from kvpact.vllm.compat.configuration import replica_number, runs_second_runner
-from kvpact.vllm.compat.late_loads import LateLoads
-from kvpact.vllm.compat.scheduler import has_statistics
+from kvpact.vllm.compat.configuration import replica_number
+from kvpact.vllm.computed_tokens import ComputedTokens
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
 from kvpact.vllm.guard import Guard
@@ -36,9 +30,11 @@ from kvpact.vllm.hit_accounting import UNKNOWN_PLACE, HitCredit
 from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
 from kvpact.vllm.messages import NOTHING_TO_DO, PactMetadata
-from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities, VllmRequest
+from kvpact.vllm.probes import Probes
+from kvpact.vllm.reports import Reports
+from kvpact.vllm.request_identity import OfferedMatch, RequestIdentities
+from kvpact.vllm.requests import EngineRequests
 from kvpact.vllm.stats import PactStats, StatsCollector
-from kvpact.vllm.step_hook import Candidates
 from kvpact.vllm.worker_identity import facts_of_slots
 from kvpact.wire import StepMessage, WorkerHandshake
 
@@ -50,9 +46,6 @@ _NO_WORK: Final = StepMessage().work
 ON_DISK: Final = ("disk", "dir", "file")
 """Schemes of the tiers that vLLM's statistics call disk."""
 
-CUT_SHORT: Final = ("FINISHED_ABORTED", "FINISHED_ERROR")
-"""vLLM's states of a request that others end: it may be loading, or in no step."""
-
 
 class SchedulerSide:
     """The scheduler's half. It has no cache and returns no hit until the workers' handshakes have arrived."""
@@ -62,8 +55,6 @@ class SchedulerSide:
     ) -> None:
         self._config = fit_to_engine(config, groups, vllm_config)
         self._groups, self._several = groups, groups.several
-        self._names_late = bool(vllm_config.scheduler_config.async_scheduling or vllm_config.speculative_config)
-        """Whether a step is planned before all tokens are known that it computes."""
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics, self._budget = metrics, guard.budget
@@ -73,23 +64,17 @@ class SchedulerSide:
         self._block_size = self._kv_groups.block_size
         """Tokens in a block of the chain."""
         self.identities = RequestIdentities(vllm_config)
-        self._noted_revision = -1
-        """`RequestIdentities.revision` in the last step."""
         self.mounted: MountedCache | None = None
-        self.spoilt: set[int] = set()
-        """What it found to be computed over such blocks in the step whose report comes next."""
         self.context: VllmContext | None = None
-        self._requests: dict[str, VllmRequest] = {}
-        self._waiting: dict[str, Waiting] = {}
-        """What each of them was told, and until when it may wait for its identity, for its turn and for tiers (P11)."""
+        self._requests = EngineRequests(self.identities)
         self.credit = HitCredit()
         labels = zip(tier_labels(config.tiers), config.tiers, strict=True)
         self._places = {MEMORY: "host"} | {label: "disk" for label, url in labels if url.scheme in ON_DISK}
         """What vLLM calls the places where tiers are, by the tiers' labels; `UNKNOWN_PLACE` for those not named."""
         self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
-        self._late = LateLoads()
-        self._unsettled: WorkerReport | None = None  # what an exception left over from the last steps' reports
-        self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
+        self._computed = ComputedTokens(vllm_config, self.identities, self._requests, self.loads)
+        self._probes = Probes(guard, self._config.prepare_deadline)
+        self._reports = Reports(self._requests, self.loads)
         self._stats: StatsCollector | None = None
         self._has_statistics = True
         """Whether vLLM asks for counts."""
@@ -153,13 +138,13 @@ class SchedulerSide:
             replica=replica_number(vllm_config.parallel_config),
         )
 
-    def bind_scheduler_context(self, offered: Any) -> None:
-        """vLLM offers its KV cache manager, or, before 0.30, its block pool alone."""
+    def bind_scheduler_context(self, kv_cache_manager: Any) -> None:
+        """Attach to the block tables and the block pool of vLLM's KV cache manager."""
         if not self._groups.are_served:
             return
-        self._has_statistics = has_statistics(offered)
+        self._has_statistics = bool(kv_cache_manager.log_stats)
         policy = str(self._vllm_config.scheduler_config.policy)
-        self.context = scheduler_context(offered, policy, self._groups.groups if self._groups.several else None)
+        self.context = scheduler_context(kv_cache_manager, policy, self._groups.groups if self._several else None)
         self.identities.use_engine_hashes(self._vllm_config.cache_config, self.context.hash_block_size)
         if self.mounted is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
@@ -168,27 +153,18 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """vLLM accepted a request."""
-        view = self._view(request)
+        view = self._requests.view(request)
         if self.context is not None:
             self.context.on_new_request(request)
         if self.mounted is not None and self.mounted.read_notices():
             self.mounted.cache.on_new_request(view)
-
-    def _view(self, request: Any) -> VllmRequest:
-        view = self._requests.get(request.request_id)
-        if view is None or view.request is not request:
-            if view is not None:
-                view.release()
-            view = self._requests[request.request_id] = VllmRequest(request, self.identities)
-            self._waiting[request.request_id] = Waiting()
-        return view
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """The tokens that can be loaded after `num_computed_tokens`; None: ask again later.
 
         Whatever goes wrong, the request then has no plan that the engine does not know of.
         """
-        view = self._view(request)
+        view = self._requests.view(request)
         view.answer = None
         mounted = self.mounted
         if self.loads.must_step_aside:
@@ -196,43 +172,15 @@ class SchedulerSide:
         if mounted is None or not mounted.read_notices():
             return NO_MATCH
         cache = mounted.cache
-        waiting = self._waiting[view.request_id]
-        has_waited = waiting.until is not None
-        if has_waited and cache.still_waits(view.request_id, num_computed_tokens):
-            return None
-        match = self._ask(mounted, view, waiting, num_computed_tokens)
-        if match is None and not has_waited:
-            cache.put_off_external_match(view)
-        return match
-
-    def _ask(
-        self, mounted: MountedCache, view: VllmRequest, waiting: Waiting, num_computed_tokens: int
-    ) -> ExternalKVMatch | None:
-        cache, deadline = mounted.cache, self._config.prepare_deadline
-        if view.awaits_identity and waiting.may_wait(now := time.monotonic()):
-            waiting.note(Event.LATER, now + max(deadline, MIN_IDENTITY_SECONDS))
-            return None
-        if not self._budget.has_turn(waiting, deadline, cache):
-            if waiting.told is not Told.DECLINED or cache.may_wait(view.request_id):
-                return None
-            cache.decline_external_match(view, num_computed_tokens)
-            return NO_MATCH
-        try:
-            match = cache.prepare_external_match(view, num_computed_tokens)
-        except Exception:
-            cache.abort_external_match(view.request_id, None, "error")
-            raise
-        if match is None:
-            waiting.note(Event.LATER, time.monotonic() + deadline)
-            return None
-        waiting.note(Event.ANSWERED)
-        if self._several and match.num_tokens and not match.load_kv_async:
+        match = self._probes.answer(cache, view, num_computed_tokens)
+        if match is None or not match.num_tokens:
+            return match
+        if self._several and not match.load_kv_async:
             cache.abort_external_match(view.request_id, match, "synchronous")
             raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no word of their blocks")
-        if match.num_tokens and not mounted.copies_are_proven:
+        if not mounted.copies_are_proven:
             match = replace(match, load_kv_async=True)
-        if match.num_tokens:
-            view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
+        view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
         return match
 
     def commit(self, request: Any, blocks: Any, num_tokens: int) -> None:
@@ -244,7 +192,7 @@ class SchedulerSide:
 
     def may_refuse(self, request: Any) -> bool:
         """Whether the engine can be refused the request's match, because its load is asynchronous."""
-        answer = self._view(request).answer
+        answer = self._requests.view(request).answer
         return answer is not None and answer.match.load_kv_async
 
     def commit_or_refuse(self, request: Any, blocks: Any, num_tokens: int) -> int:
@@ -254,12 +202,11 @@ class SchedulerSide:
     def _commit(
         self, request: Any, blocks: Any, num_tokens: int, nothing_comes: Callable[[CommittedLoad], None]
     ) -> int:
-        if self.context is not None:
-            self.context.update_state_after_alloc(request, blocks)
-        view, mounted = self._view(request), self.mounted
+        view = self._requests.view(request)
+        mounted = self.mounted
         answer, view.answer = view.answer, None
         if num_tokens:
-            self._waiting[view.request_id].note(Event.ANEW)
+            self._probes.on_taken(view)
         if answer is None or mounted is None:
             return 0
         epochs, accepted, tables = mounted.weights.epochs, 0, blocks.get_block_ids()
@@ -307,9 +254,9 @@ class SchedulerSide:
         if scheduled:
             mounted.weights.engine_computes()
         mounted.use_late_tiers()
-        self._note_computed(mounted.cache, scheduler_output)
+        self._computed.note_step(mounted.cache, self.context, scheduler_output)
         if mounted.step_lookup is not None:
-            self._look_up(scheduler_output, mounted.step_lookup)
+            self._computed.look_up(mounted.step_lookup, scheduler_output)
         work = mounted.cache.end_step()
         adapters, computes = self.loads.run(scheduled.keys()), bool(scheduled)
         if work == _NO_WORK and not (adapters or self.loads.broken):
@@ -320,59 +267,15 @@ class SchedulerSide:
             mounted.last_save = work.saves[-1].job_id
         changes = (self.loads.ordered_at or mounted.weights.changes) if work.loads or work.saves else ()
         store = mounted.store if work.lookups else None
-        spoilt = {}
-        if work.overdue and self.context is not None:
-            spoilt = self._late.name(self.loads.jobs_of(work.overdue), self.context, self._block_ids_or_none)
         broken = tuple(self.loads.broken)
-        metadata = PactMetadata.of(StepMessage(work, broken, store, adapters, changes, spoilt, computes=computes))
+        metadata = PactMetadata.of(StepMessage(work, broken, store, adapters, changes, computes=computes))
         self.loads.end_step()
         return metadata
-
-    def _note_computed(self, cache: ExternalCache, scheduler_output: Any) -> None:
-        """Tell the cache what the step computes, and in which blocks.
-
-        A request whose load failed, of which the engine has not heard yet, is left out. One of which the engine can
-        hear nothing more goes on over blocks that are not its own: what it leaves in the engine's prefix cache is taken
-        out.
-        """
-        computed, context, step_tokens = {}, self.context, scheduler_output.num_scheduled_tokens
-        names: Iterable[str] = step_tokens
-        before, self._noted_revision = self._noted_revision, self.identities.revision
-        if before == self._noted_revision and not self.loads.any_distrusted:
-            running = scheduler_output.scheduled_cached_reqs
-            others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)
-            names = [*others, *[new.req_id for new in scheduler_output.scheduled_new_reqs]]
-        for request_id in names:
-            view = self._requests.get(request_id)
-            if view is not None and not self.loads.is_distrusted(request_id):
-                computed[request_id] = view.request.num_computed_tokens + step_tokens[request_id]
-            elif view is not None and self.loads.whole_requests and context is not None:
-                context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
-        if not computed:
-            return
-        with context.saving(scheduler_output, computed) if context is not None and self._several else nullcontext():
-            for request_id, num_tokens in computed.items():
-                cache.note_computed(self._requests[request_id], num_tokens, partial(self._chain_of, request_id))
-
-    def _chain_of(self, request_id: str) -> Sequence[int]:
-        return self._required_context().chain_of(request_id)
-
-    def _required_context(self) -> VllmContext:
-        if self.context is None:
-            raise PactViolation("vLLM computes requests before it offered its block pool to the connector")
-        return self.context
 
     def wake_tiers(self) -> None:
         """The step is over: the tiers' threads begin its work. In the middle of the step they would take its core."""
         if self.mounted is not None:
             self.mounted.wake_tiers()
-
-    def _look_up(self, scheduler_output: Any, cache: SupportsStepLookup) -> None:
-        """Have the workers look for what this step computes, where the request can still be given it then."""
-        for request_id, max_tokens in self._candidates.of_step(scheduler_output).items():
-            view = self._requests.get(request_id)
-            if view is not None and not self.loads.is_distrusted(request_id):
-                cache.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
 
     def end_broken_step(self) -> PactMetadata:
         """The message to the workers when `end_step` raised: none of the step's loads will happen."""
@@ -387,78 +290,38 @@ class SchedulerSide:
         if self.mounted is not None:
             self.mounted.cache.abandon_step(len(self.mounted.segments))
 
-    def _block_ids_or_none(self, request_id: str) -> Sequence[int]:
-        """A request's blocks, of the first group; none if it has none, or has ended."""
-        try:
-            return self._required_context().get_block_ids(request_id)[0]
-        except (PactViolation, KeyError, ValueError):
-            return ()
+    def requests_begin_again(self, invalid: set[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """Requests with these tables begin again, over `invalid` blocks."""
+        self._reports.begin_again(self.cache, invalid, tables)
 
     def apply_report(
         self, report: WorkerReport, invalid_block_ids: set[int], failed_requests: Collection[str] = ()
     ) -> None:
-        """`update_connector_output`: settle what the workers report as done.
-
-        Blocks that a synchronous load left invalid are in the engine's prefix cache already, and so is what was
-        computed from them. All are removed: the request that would recompute them may be gone before it does (H28).
-        Nothing was loaded for `failed_requests`.
-        """
+        """`update_connector_output`: settle what the workers report as done."""
         mounted = self.mounted
         overdue = mounted is not None and mounted.cache.has_overdue_loads
-        if self._unsettled is not None:
-            report = self._unsettled.aggregate(report)
-        if not (report.says_something or invalid_block_ids or failed_requests or overdue):
-            return
-        self._unsettled = report
-        for request_id in failed_requests:
-            self.loads.lost(request_id)
-        if invalid_block_ids:
-            spoilt, self.spoilt = self.loads.spoilt_by(invalid_block_ids | self.spoilt), set()
-            if self.context is not None:
-                self.context.evict_published(sorted(spoilt))
-        if mounted is None:
-            return
-        mounted.read_notices()  # blocks reported as saved may be from weights that are gone
-        doubtful = self._late.unnamed(invalid_block_ids, overdue=overdue)
-        if doubtful and self.context is not None:
-            tables = {name: self._block_ids_or_none(name) for name in self._requests}
-            mounted.cache.distrust_blocks(doubtful, tables)
-        settlements = mounted.cache.apply_report(report)
-        self._unsettled = None
-        for settlement in settlements:
-            if not settlement.skipped_tokens:  # what a step skipped the engine's scheduler class counts
-                alive = settlement.request_id in self._requests
-                self.loads.settle(settlement, mounted.weights.epochs, is_alive=alive)
+        taken = self._reports.take(self.context, report, invalid_block_ids, failed_requests, overdue=overdue)
+        if taken and mounted is not None:
+            mounted.read_notices()  # blocks reported as saved may be from weights that are gone
+            self._reports.settle(mounted.cache, mounted.weights.epochs, self.context, invalid_block_ids)
 
     def loads_ended(self, request_ids: Collection[str]) -> None:
         """The engine hears of the end of these requests' asynchronous loads."""
-        self.loads.ended.update(self._requests.keys() & request_ids)
+        self.loads.ended.update(self._requests.ids & request_ids)
 
     def note_end(self, request: Any) -> None:
-        """The request has said its last token: its last whole block may have got its name only now.
-
-        With asynchronous scheduling a step is planned before the tokens of the last one are known, and of drafts nobody
-        knows which are kept. A state that lies at the block's end is not shown any more.
-        """
-        view, mounted, context = self._requests.get(request.request_id), self.mounted, self.context
-        if (
-            not self._names_late
-            or view is None
-            or mounted is None
-            or context is None
-            or self.loads.is_distrusted(view.request_id)
-        ):
+        """The request has said its last token: its last whole block may have got its name only now."""
+        mounted = self.mounted
+        context = self.context
+        if mounted is None or context is None or not self._computed.is_named_at_end(request):
             return
-        if request.status.name not in CUT_SHORT and mounted.read_notices():
-            computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            with context.saving(None, {}):
-                mounted.cache.note_computed(view, computed, partial(self._chain_of, view.request_id))
+        if mounted.read_notices():
+            self._computed.note_end(mounted.cache, context, request)
 
     def request_finished(self, request_id: str) -> None:
         """The request ended or was cancelled, in whatever state."""
-        if (view := self._requests.pop(request_id, None)) is not None:
-            view.release()
-            del self._waiting[request_id]
+        self._requests.end(request_id)
+        self._probes.request_finished(request_id)
         self.loads.request_finished(request_id)
         self.credit.request_finished(request_id)
         if self.mounted is not None:

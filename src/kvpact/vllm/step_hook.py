@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kvpact.errors import PactViolation
-from kvpact.vllm.compat.objects import collects_outputs, load_before_forward, replays
+from kvpact.vllm.compat.objects import collects_outputs, replays
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,8 @@ def apply_external_hits(scheduler_output: Any, hits: Hits) -> Any:
         "num_scheduled_tokens": {name: count - hits.get(name, 0) for name, count in counts.items()},
         "total_num_scheduled_tokens": scheduler_output.total_num_scheduled_tokens - sum(hits.values()),
     }
-    return replace(scheduler_output, **changes, **load_before_forward(scheduler_output))
+    # vLLM calls `start_load_kv` before the forward pass only for a step that waits for a load.
+    return replace(scheduler_output, **changes, has_sync_kv_loads=True)
 
 
 @dataclass

@@ -129,19 +129,14 @@ class RankJobs:
             self.left.add(job.job_id)
             self.report_invalid(job.block_ids)
 
-    def leave_overdue(self, job_id: int, spoilt: tuple[int, ...] | None) -> None:
-        """The engine goes on without this asynchronous load, unless it has ended.
-
-        `spoilt` are the blocks to be named where vLLM takes no word of a whole request; else the request is lost.
-        """
+    def leave_overdue(self, job_id: int) -> None:
+        """The engine goes on without this asynchronous load, unless it has ended: the request's whole load is lost."""
         job = self.open.get(job_id)
         if isinstance(job, LoadJob) and job_id not in self.left and not job.synchronous:
             self.left.update(self._parts_of(job.request_id) if self._whole_requests else [job_id])
             self._torn.discard(job.request_id)
             self._unreported.arrived.add(job.request_id)
-            self.report_invalid(spoilt or ())
-            if spoilt is None:
-                self._unreported.lost.add(job.request_id)
+            self._unreported.lost.add(job.request_id)
 
     def answer(self, query: JobQuery) -> None:
         """Say again what became of a job; one that was never heard of has failed."""

@@ -7,7 +7,7 @@ became of it, `kvpact.worker.rank_jobs` keeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -211,7 +211,7 @@ class CacheWorker(ExternalCacheWorker):
             if self._is_barred(message):
                 self._give_up((*message.work.loads, *message.work.saves))
             self.start_loads(self._usable_work(message))
-            self._go_on_without(message.work.overdue, message.spoilt)
+            self._go_on_without(message.work.overdue)
             if self.transfers is not None:
                 self.transfers.submit(computes=message.computes)
         except Exception:
@@ -251,17 +251,14 @@ class CacheWorker(ExternalCacheWorker):
         for query in work.inquiries:
             self.jobs.answer(query)
 
-    def _go_on_without(self, overdue: Iterable[int], spoilt: Mapping[int, tuple[int, ...]]) -> None:
-        """Have the engine wait no longer for those of these loads that have not ended by now.
-
-        `spoilt` has, by job, the blocks to be named where vLLM takes no word of a whole request.
-        """
+    def _go_on_without(self, overdue: Collection[int]) -> None:
+        """Have the engine wait no longer for those of these loads that have not ended by now."""
         if self.transfers is None:
             return
-        self.transfers.leave(tuple(overdue))
+        self.transfers.leave(overdue)
         self._take_in_ended()
         for job_id in overdue:
-            self.jobs.leave_overdue(job_id, spoilt.get(job_id))
+            self.jobs.leave_overdue(job_id)
 
     def _check_adapters(self) -> None:
         """The step has run: blocks whose adapter was another one by then are invalid, and so is what it answered."""

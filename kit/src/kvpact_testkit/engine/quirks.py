@@ -77,8 +77,8 @@ class EngineQuirks:
         return cls()
 
     @classmethod
-    def vllm_0_28(cls) -> EngineQuirks:
-        """vLLM 0.28: what every stock release does; requests that must not load are loaded in full."""
+    def vllm_0_30(cls) -> EngineQuirks:
+        """vLLM 0.30: what every stock release does; requests that must not load are loaded in full."""
         return cls(
             silent_aborts=True,
             ignores_commit_answer=True,
@@ -101,7 +101,7 @@ class EngineQuirks:
     @classmethod
     def vllm_0_32(cls) -> EngineQuirks:
         """vLLM 0.32: the match of a request that must not load is dropped without telling the cache."""
-        return replace(cls.vllm_0_28(), loads_unwilling_requests=False)
+        return replace(cls.vllm_0_30(), loads_unwilling_requests=False)
 
     @classmethod
     def vllm_0_33(cls) -> EngineQuirks:
@@ -113,7 +113,7 @@ class EngineQuirks:
         """All presets by name."""
         return {
             "native": cls.native(),
-            "vllm-0.28": cls.vllm_0_28(),
+            "vllm-0.30": cls.vllm_0_30(),
             "vllm-0.32": cls.vllm_0_32(),
             "vllm-0.33": cls.vllm_0_33(),
         }

@@ -147,7 +147,7 @@ class PactAdapter(ConnectorAdapter):
             "request_finished": breaking(cache, "request_finished"),
             "start_load_kv": breaking(worker, "start_loads"),
             "wait_for_save": breaking(worker, "start_saves"),
-            "get_finished": breaking(worker, "poll"),
+            "get_transfer_results": breaking(worker, "poll"),
         }
 
 

@@ -1,4 +1,4 @@
-"""vLLM's configurations, requests, schedulers and ranks, made without a model or device, on releases 0.28 to 0.33.
+"""vLLM's configurations, requests, schedulers and ranks, made without a model or device, on releases 0.30 to 0.33.
 
 Owns the driver's objects of vLLM. Decides nothing.
 """
@@ -30,7 +30,7 @@ from kvpact_testkit.vllm.model_groups import (
     plan_of,
 )
 from kvpact_testkit.vllm.rank_group import RankGroup
-from kvpact_testkit.vllm.real_models import RealModel, layout_named
+from kvpact_testkit.vllm.real_models import RealModel
 
 
 def _choose_platform() -> None:
@@ -134,7 +134,7 @@ class EngineSettings:
 
     @property
     def model_layout(self) -> str:
-        """How a real model's layers lie in memory, from vLLM 0.29 on."""
+        """How a real model's layers lie in memory."""
         return self.kv_layout or "LBNHC"
 
     @property
@@ -220,7 +220,7 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
     vllm_config.cache_config.num_gpu_blocks = settings.num_blocks
     if any(group.kind is GroupKind.STATE for group in settings.groups) or (settings.model and settings.model.states):
         vllm_config.cache_config.mamba_cache_mode = "align"
-    if settings.model and layout_named(settings.model_layout) is not None:
+    if settings.model:
         vllm_config.cache_config.kv_cache_layout = settings.model_layout
     return vllm_config
 

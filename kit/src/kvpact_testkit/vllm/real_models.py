@@ -163,7 +163,7 @@ class ModelPlan:
 
 
 def planned(model: RealModel, num_blocks: int, layout: str) -> ModelPlan:
-    """What the release makes of `model` with so many blocks, laid out as `layout` says from 0.29 on."""
+    """What the release makes of `model` with so many blocks, laid out as `layout` says."""
     plans, settings = _plans(), _settings(model, num_blocks, layout)
     specs = model.specs()
     groups = plans.get_kv_cache_groups(settings, specs)
@@ -195,20 +195,12 @@ def _plans() -> Any:
         return import_module("vllm.v1.core.kv_cache_utils")
 
 
-def layout_named(name: str) -> Any:
-    """vLLM's own name of a layout, from 0.29 on; None before."""
-    try:
-        return import_module("vllm.v1.kv_cache_layout").KVCacheLayout[name]
-    except ImportError:
-        return None
-
-
 def _settings(model: RealModel, num_blocks: int, layout: str) -> Any:
     """What vLLM's plans read of its configuration, and nothing else."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: layout_named(layout),
+            get_resolved_kv_cache_layout=lambda: import_module("vllm.v1.kv_cache_layout").KVCacheLayout[layout],
             num_gpu_blocks_override=num_blocks,
             prefix_cache_retention_interval=None,
             block_size=model.block_size,

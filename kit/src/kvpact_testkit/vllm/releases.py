@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,39 +43,19 @@ GRACE_SECONDS = 10.0
 class Release:
     """What a release offers."""
 
-    block_tables: bool = True
-    """Connectors get the KV cache manager (`bind_kv_cache_manager`), not the block pool alone."""
-    failed_requests: bool = True
-    """A connector can report that a request's load failed as a whole; else it names blocks."""
-    block_layouts: bool = True
-    """A connector can ask for a layout with all layers of a block side by side."""
     counts_held_blocks: bool = False
     """A block used as often as there are running requests counts as one that all of them share."""
     tells_of_sleep: bool = False
     """A worker's connector is told before KV memory goes away for a sleep, and when it is there again."""
-    loads_after_forward: bool = True
-    """`start_load_kv` comes after the forward pass, unless the step has a load that it waits for."""
     pins_host_memory: bool = True
     """vLLM has a function that pins host memory for its own offloading."""
     hits_by_source: bool = True
     """The statistics of the prefix cache name the source of a hit's tokens."""
 
 
-_OF_0_28 = Release(
-    block_tables=False,
-    failed_requests=False,
-    block_layouts=False,
-    counts_held_blocks=True,
-    loads_after_forward=False,
-    pins_host_memory=False,
-    hits_by_source=False,
-)
-_OF_0_29 = replace(_OF_0_28, block_layouts=True, loads_after_forward=True)
 _OF_0_30 = Release(counts_held_blocks=True, pins_host_memory=False, hits_by_source=False)
 
 RELEASES = {
-    "0.28.0": _OF_0_28,
-    "0.29.0": _OF_0_29,
     "0.30.0": _OF_0_30,
     "0.31.0": _OF_0_30,
     "0.32.0": Release(),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvpact.identity.groups import GroupKind
-from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
-from kvpact_testkit.results import NotObservable, require
+from kvpact_testkit.results import require
 from kvpact_testkit.vllm.harness import BLOCK, Harness, prompt
 from kvpact_testkit.vllm.model_groups import CHUNKED, GEMMA, STATES, LayerGroup
 from kvpact_testkit.vllm.scenarios import Scenarios
@@ -17,7 +16,7 @@ CHUNKS_ALONE = (
     (LayerGroup(GroupKind.CHUNK, 1, 64), LayerGroup(GroupKind.CHUNK, 1, 128)),
 )
 """Models without any full attention."""
-MODELS = (GEMMA, CHUNKED, STATES, THREE_KINDS) if TAKES_FAILED_REQUESTS else (GEMMA, CHUNKED)
+MODELS = (GEMMA, CHUNKED, STATES, THREE_KINDS)
 
 
 @scenario("P2", "P8", "P9")
@@ -40,8 +39,6 @@ def one_group_alone_is_evicted(harness: Harness) -> None:
 @scenario("P2", "P9")
 def states_lag_behind_the_attention(harness: Harness) -> None:
     """A prompt parts from another where the engine has its blocks and no state: what follows the state is computed."""
-    if not TAKES_FAILED_REQUESTS:
-        raise NotObservable("models with states are refused on this release")
     for shared in (6, 3):
         harness.journal.clear()
         with harness.engine(groups=STATES, token_budget=4 * BLOCK, max_num_seqs=4) as engine:

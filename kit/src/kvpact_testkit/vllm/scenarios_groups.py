@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 from kvpact.identity.groups import GroupKind
-from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact_testkit.results import NotObservable, require
 from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.harness import BLOCK, Harness, prompt
@@ -17,7 +16,7 @@ from kvpact_testkit.vllm.scenarios import Scenarios
 scenario = GROUPS = Scenarios()
 
 ATTENTION = (GEMMA, CHUNKED)
-MODELS = (*ATTENTION, STATES) if TAKES_FAILED_REQUESTS else ATTENTION
+MODELS = (*ATTENTION, STATES)
 ACTIONS = 150
 
 
@@ -72,8 +71,6 @@ def a_load_of_groups_fails(harness: Harness) -> None:
         harness.journal.clear()
         with harness.engine(groups=groups) as engine:
             (stored,) = harness.store(engine, prompt(1, 6))
-            if not TAKES_FAILED_REQUESTS:
-                raise NotObservable("this release takes no word of a failed load")
             if not harness.subject.adapter.fail_loads(engine, 2):
                 raise NotObservable("the connector's copies cannot be made to fail")
             engine.add("fails", stored)

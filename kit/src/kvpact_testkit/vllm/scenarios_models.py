@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kvpact.vllm.compat.scheduler import TAKES_FAILED_REQUESTS
 from kvpact_testkit.results import NotObservable, require
 from kvpact_testkit.vllm.compat import REAL_MODEL_LEN
 from kvpact_testkit.vllm.engine import VllmEngine
@@ -144,8 +143,6 @@ def changed(harness: Harness, **values: Any) -> Mapping[str, Any]:
 
 def failure(harness: Harness, model: RealModel) -> None:
     """The last blocks cannot be copied: the request begins again in other blocks."""
-    if not TAKES_FAILED_REQUESTS:
-        raise NotObservable("this release takes no word of a failed load")
     with harness.engine(**settings(model, 3)) as engine:
         (stored,) = harness.store(engine, prompt(model, 1))
         if not harness.subject.adapter.fail_loads(engine, 2):
@@ -190,8 +187,6 @@ def _scenario(name: str, model: RealModel) -> Scenario:
 
 
 def _run(situation: Situation, model: RealModel, harness: Harness) -> None:
-    if model.states and not TAKES_FAILED_REQUESTS:
-        raise NotObservable("models with states are refused on this release")
     situation(harness, model)
 
 

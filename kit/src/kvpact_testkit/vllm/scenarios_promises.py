@@ -224,7 +224,7 @@ def h24_adapters_of_one_name(harness: Harness) -> None:
     with harness.engine(adapters=2, num_blocks=65) as engine:
         _store_with_adapters(harness, engine, tokens, adapters[:1])
         for index, adapter in enumerate([adapters[1], None, adapters[0]]):
-            engine.evict_computed()  # releases before 0.30 mix them up in vLLM's own prefix cache
+            engine.evict_computed()  # so that the connector is asked for all that it stored
             engine.add(f"r{index}", tokens, adapter=adapter)
             harness.finish(engine)
         harness.require_promise(engine)

@@ -17,8 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvpact.vllm.compat.scheduler import StepBlockTables
-
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -67,7 +65,8 @@ class SimpleConnector(KVConnectorBase_V1):
         self.ordered: dict[str, int] = {}
         """Request -> its blocks ordered to be saved."""
         self.loads: list[Copy] = []
-        self.tables = StepBlockTables()
+        self.tables: Any = None
+        """vLLM's KV cache manager, which knows the blocks of each request."""
         self.generation = 0
         # Worker half
         self.layers: dict[str, Any] = {}
@@ -91,6 +90,10 @@ class SimpleConnector(KVConnectorBase_V1):
                 chain + repr(list(tokens[start : start + self.block_size])).encode(), digest_size=16
             ).digest()
             yield chain
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """vLLM offers its block tables."""
+        self.tables = kv_cache_manager
 
     def on_new_request(self, request: Any) -> None:
         """Keep the request: a step's output does not have all its tokens."""
@@ -120,7 +123,6 @@ class SimpleConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         """The step's loads, and saves of the blocks that it completes."""
-        self.tables.note_step(scheduler_output)
         orders = Orders(loads=self.loads)
         self.loads = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():

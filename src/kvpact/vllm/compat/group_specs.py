@@ -55,5 +55,5 @@ def is_draft_group(group: Any) -> bool:
 
 
 def is_handed_out(group: Any) -> bool:
-    """Whether connectors may copy a group's blocks, and they lie on the device; from 0.29 on there are others."""
+    """Whether connectors may copy a group's blocks, and they lie on the device."""
     return bool(getattr(group, "enable_kv_transfer", True)) and not getattr(group, "host_resident", False)

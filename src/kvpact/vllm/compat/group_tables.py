@@ -1,17 +1,15 @@
-"""Which blocks of state-space layers hold a state that can be kept: the one at a block's end, once a step has left it.
+"""Blocks of state-space layers whose state can be kept: the one at a block's end, once a step has left it there.
 
-Owns what each release shows of that: from 0.29 on vLLM offers these blocks by name (`boundary_state_offloads`); before,
-a state lies at a block's end only when a step ends there.
+vLLM offers these blocks by name (`boundary_state_offloads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from kvpact.identity.groups import GroupKind, GroupSet
-from kvpact.vllm.compat.scheduler import BlockTables
 
 
 class StateBlocks:
@@ -42,40 +40,24 @@ class StateBlocks:
         )
 
     @contextmanager
-    def saving(self, scheduler_output: Any, computed: Mapping[str, int], tables: BlockTables) -> Iterator[None]:
-        """Within, only the states that this step leaves at the end of blocks are shown."""
+    def saving(self, scheduler_output: Any) -> Iterator[None]:
+        """Within, only the states that this step leaves at the end of blocks are shown; none without a step (None)."""
         if self._sizes:
-            self._kept = self._find(scheduler_output, computed, tables)
+            self._kept = self._find(scheduler_output)
         try:
             yield
         finally:
             self._kept = None
 
-    def _find(
-        self, scheduler_output: Any, computed: Mapping[str, int], tables: BlockTables
-    ) -> dict[str, dict[int, dict[int, int]]]:
+    def _find(self, scheduler_output: Any) -> dict[str, dict[int, dict[int, int]]]:
         found: dict[str, dict[int, dict[int, int]]] = {}
-        for request_id, number, block, tokens in self._states(scheduler_output, computed, tables):
-            size = self._sizes[number]
-            if tokens and tokens % size == 0:
-                found.setdefault(request_id, {}).setdefault(number, {})[tokens // size - 1] = block
+        offered = scheduler_output.kv_connector_block_state if scheduler_output is not None else None
+        for request_id, states in (offered.boundary_state_offloads if offered is not None else {}).items():
+            for number, block, tokens in states:
+                size = self._sizes[number]
+                if tokens and tokens % size == 0:
+                    found.setdefault(request_id, {}).setdefault(number, {})[tokens // size - 1] = block
         return found
-
-    def _states(
-        self, scheduler_output: Any, computed: Mapping[str, int], tables: BlockTables
-    ) -> Iterator[tuple[str, int, int, int]]:
-        """Request, group, block, and the tokens whose state the block holds after the step."""
-        offered = getattr(scheduler_output, "kv_connector_block_state", None)
-        if offered is not None:
-            for request_id, states in offered.boundary_state_offloads.items():
-                yield from ((request_id, number, block, tokens) for number, block, tokens in states)
-            return
-        for request_id, tokens in computed.items():
-            held = tables.get_block_ids(request_id)
-            for number, size in self._sizes.items():
-                place = tokens // size - 1
-                if 0 <= place < len(held[number]):
-                    yield request_id, number, held[number][place], tokens
 
 
 __all__ = ["StateBlocks"]

@@ -1,6 +1,6 @@
 """Where kvpact's scheduler class uses internals of vLLM's: which form a connector has, and why a request still waits.
 
-Written for 0.28 to 0.33; if a release moves any of this, only this module changes.
+Written for 0.30 to 0.33; if a release moves any of this, only this module changes.
 """
 
 from __future__ import annotations
@@ -8,16 +8,11 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.objects import connectors_of
 
 BLOCKED = "WAITING_FOR_"
 """What the status of a request that waits for something else than its turn begins with."""
-
-SAYS_ENCODER_WAITS = hasattr(Scheduler, "_ec_transfer_pending")
-"""Whether vLLM asks in a method of its own for encoder outputs that are on their way: from 0.30 on."""
 
 
 def leaves_of(connector: Any) -> list[Any]:
@@ -37,15 +32,6 @@ def chosen_connector(connector: Any, request_id: str) -> Any:
 def commits_later(scheduler: Any, request_id: str) -> bool:
     """Whether the request's load begins with the running step's output, as on 0.33."""
     return request_id in getattr(scheduler, "deferred_loads", ())
-
-
-def may_wait_for_encoder(scheduler: Any, request: Any) -> bool:
-    """Whether the outputs of an encoder may be missing, where the release does not say so."""
-    return (
-        not SAYS_ENCODER_WAITS
-        and getattr(scheduler, "ec_connector", None) is not None
-        and bool(request.has_encoder_inputs)
-    )
 
 
 def load_fewer(scheduler: Any, request: Any, missing: int, *, nothing: bool) -> None:

@@ -42,11 +42,6 @@ def add_invalid_blocks(model_output: Any, block_ids: set[int]) -> None:
     output.invalid_block_ids = output.invalid_block_ids | block_ids
 
 
-def failed_requests(connector_output: Any) -> Collection[str]:
-    """Requests whose load failed as a whole; empty where the release does not tell."""
-    return getattr(connector_output, "failed_recving", None) or ()
-
-
 # Steps
 
 
@@ -100,12 +95,6 @@ def collects_outputs(scheduler_output: Any) -> bool:
     return getattr(scheduler_output, "aux_output_connector_metadata", None) is not None
 
 
-def load_before_forward(scheduler_output: Any) -> dict[str, Any]:
-    """The changes to a step that make vLLM call `start_load_kv` before the forward pass, which releases from 0.29 on
-    need."""
-    return {"has_sync_kv_loads": True} if hasattr(scheduler_output, "has_sync_kv_loads") else {}
-
-
 def by_source(places: Mapping[str, int]) -> dict[Any, int]:
     """Numbers of tokens by vLLM's names for where they were found; none before 0.32, which has no such names."""
     names = hit_sources()
@@ -145,8 +134,8 @@ def add_hits(counted: Any, request: Any, tokens: int, connector: Any, *, preempt
 
 
 def kernel_packing(layer: Any) -> Any:
-    """How the CPU kernels of a layer pack keys and values (`layer.impl.isa` before 0.30); None for others."""
-    return getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
+    """How the CPU kernels of a layer pack keys and values; None for others."""
+    return getattr(layer, "isa", None)
 
 
 def kv_cache_dtype(layer: Any) -> Any:

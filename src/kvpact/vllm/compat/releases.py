@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from kvpact.errors import ConfigError
 
-SERIES = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
-"""The last six minor releases. The tests drive the scheduler of each, and start engines of 0.28, 0.30 and 0.32."""
+SERIES = ("0.30", "0.31", "0.32", "0.33")
+"""The last four minor releases. The tests drive the scheduler of each, and start engines of 0.30 and 0.32."""
+
+LAST_COMMIT = "kvpact's commit b9a0c7b9 is the last one that serves 0.28 and 0.29"
+"""Advice to users of a release that is too old."""
 
 
 def is_known(version: str) -> bool:
@@ -34,12 +37,12 @@ def refuse_unread(version: str) -> None:
 
 
 def refuse_older(version: str, oldest: str = SERIES[0], who: str = "kvpact serves") -> None:
-    """Raise ConfigError for a release before the oldest. A build of vLLM's own sources ("dev") may be of any."""
+    """Raise ConfigError for a release before the oldest. A build of vLLM's own sources ("dev") is never refused."""
     series = version.split(".")[:2]
     if "dev" in version or not all(number.isdecimal() for number in series):
         return
     if [int(number) for number in series] < [int(number) for number in oldest.split(".")]:
         raise ConfigError(
             f"vLLM {version} is installed, and {who} {oldest} and later: install one of {oldest} to {SERIES[-1]}, "
-            "which are tested"
+            f"which are tested{f'; {LAST_COMMIT}' if oldest == SERIES[0] else ''}"
         )

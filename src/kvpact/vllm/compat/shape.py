@@ -62,7 +62,7 @@ def check_shape(release: str, vllm_config: Any, kv_cache_config: Any, connector:
 
 
 def refuse_unknown(error: ImportError) -> None:
-    """Refuse an unknown release on which the connector cannot even be imported. Raises ConfigError.
+    """Raise ConfigError for an unknown release on which the connector cannot be imported, for whatever `error`.
 
     Does nothing on a known release, or without vLLM.
     """
@@ -78,7 +78,7 @@ def _untested(release: str) -> str:
 def _concerns(use: Use, vllm_config: Any, kv_cache_config: Any) -> bool:
     if use.in_workers and use.place.partition(":")[0] not in sys.modules:
         return False
-    if (use.given and find(use.given) is None) or (kv_cache_config is None and use.when in OF_GROUPS):
+    if kv_cache_config is None and use.when in OF_GROUPS:
         return False
     try:
         return use.when(vllm_config, kv_cache_config)

@@ -53,11 +53,6 @@ def _has_quantized_kv(vllm_config: Any, kv_cache_config: Any) -> bool:
     return "fp8" in str(vllm_config.cache_config.cache_dtype) or "int8" in str(vllm_config.cache_config.cache_dtype)
 
 
-def reports_blocks_only(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether failed loads can be reported by their blocks alone."""
-    return find(RESULTS) is None
-
-
 def _has_our_worker(vllm_config: Any, kv_cache_config: Any) -> bool:
     return bool(vllm_config.parallel_config.worker_cls == KVPACT_WORKER)
 
@@ -79,8 +74,6 @@ class Use:
     """What does not work without them; empty: nothing would, or wrongly."""
     when: When = _always
     """Which engines use it."""
-    given: str = ""
-    """Another place; this one is used only where that one exists."""
     in_workers: bool = False
     """Whether to look at it only where the module is imported already."""
     is_hook: bool = False
@@ -102,15 +95,13 @@ USES: tuple[Use, ...] = (
         CONNECTOR,
         "on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta "
         "update_connector_output request_finished has_pending_push_work reset_cache shutdown "
-        "bind_kv_cache_manager|bind_gpu_block_pool "
+        "bind_kv_cache_manager "
         "set_xfer_handshake_metadata_pp_aware|set_xfer_handshake_metadata "
         "register_kv_caches get_handshake_metadata bind_connector_metadata start_load_kv wait_for_layer_load "
-        "save_kv_layer wait_for_save get_transfer_results|get_finished get_block_ids_with_load_errors "
+        "save_kv_layer wait_for_save get_transfer_results get_block_ids_with_load_errors "
         "build_connector_worker_meta",
         is_hook=True,
     ),
-    Use(CONNECTOR, "get_transfer_results", given=RESULTS, is_hook=True),
-    Use(CONNECTOR, "get_finished", is_hook=True, when=reports_blocks_only),
     Use(f"{BASE}:SupportsHMA", "request_finished_all_groups", when=_has_several_groups, is_hook=True),
     Use(
         CONNECTOR,
@@ -128,15 +119,8 @@ USES: tuple[Use, ...] = (
     Use(f"{BASE}:KVConnectorRole", "SCHEDULER WORKER"),
     Use(f"{BASE}:KVConnectorWorkerMetadata", "aggregate"),
     Use("vllm.distributed.kv_transfer.kv_connector.v1.metrics:", "KVConnectorStats KVConnectorPromMetrics"),
-    Use(RESULTS, "finished_recving failed_recving", given=RESULTS),
-    Use("vllm.v1.outputs:KVConnectorOutput", "kv_connector_worker_meta invalid_block_ids"),
-    Use("vllm.v1.outputs:KVConnectorOutput", "failed_recving", given=RESULTS),
-    Use(
-        f"{BASE}:",
-        "KVConnectorTransferResults",
-        without="asynchronous loads, and states of state-space layers",
-        when=_has_several_groups,
-    ),
+    Use(RESULTS, "finished_recving failed_recving"),
+    Use("vllm.v1.outputs:KVConnectorOutput", "kv_connector_worker_meta invalid_block_ids failed_recving"),
     # The steps, and the requests.
     Use(
         f"{OUTPUT}:SchedulerOutput",
@@ -161,7 +145,7 @@ USES: tuple[Use, ...] = (
     ),
     Use("vllm.lora.request:LoRARequest", "lora_int_id lora_path load_inplace is_3d_lora_weight", when=_has_adapters),
     # The blocks.
-    Use(MANAGER, "block_pool num_kv_cache_groups get_block_ids(1)", given=MANAGER),
+    Use(MANAGER, "block_pool num_kv_cache_groups get_block_ids(1) get_blocks(1) log_stats"),
     Use("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "get_block_ids(0)"),
     Use(
         "vllm.v1.core.block_pool:BlockPool",
@@ -244,4 +228,4 @@ def find(place: str) -> Any:
     return getattr(found, name, None) if name else found
 
 
-__all__ = ["USES", "Use", "find", "reports_blocks_only"]
+__all__ = ["USES", "Use", "find"]

@@ -1,0 +1,99 @@
+"""Tokens that the engine's steps compute: the cache learns of them, and of the blocks that they fill.
+
+Owns the revision of the identities under which the cache learned of the last step, and the candidates for tokens that
+the workers supply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any, Final
+
+from kvpact.contract import ExternalCache, SupportsStepLookup
+from kvpact.errors import PactViolation
+from kvpact.vllm.compat.configuration import runs_second_runner
+from kvpact.vllm.context import VllmContext
+from kvpact.vllm.loads import CommittedLoads
+from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
+from kvpact.vllm.requests import EngineRequests
+from kvpact.vllm.step_hook import Candidates
+
+CUT_SHORT: Final = ("FINISHED_ABORTED", "FINISHED_ERROR")
+"""vLLM's states of a request that others end: it may be loading, or in no step."""
+
+
+class ComputedTokens:
+    """Reports one engine's steps to its cache. Requests over blocks that were not loaded are left out."""
+
+    def __init__(
+        self, vllm_config: Any, identities: RequestIdentities, requests: EngineRequests, loads: CommittedLoads
+    ) -> None:
+        self._identities = identities
+        self._requests = requests
+        self._loads = loads
+        self._names_late = bool(vllm_config.scheduler_config.async_scheduling or vllm_config.speculative_config)
+        """Whether a step is planned before all tokens are known that it computes."""
+        self._noted_revision = -1
+        """`RequestIdentities.revision` in the last step."""
+        self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
+
+    def note_step(self, cache: ExternalCache, context: VllmContext | None, scheduler_output: Any) -> None:
+        """Tell the cache what the step computes, and in which blocks.
+
+        A request whose load failed, of which the engine has not heard yet, is left out. One of which the engine can
+        hear nothing more goes on over blocks that are not its own: what it leaves in the engine's prefix cache is taken
+        out. Raises PactViolation before vLLM has offered its block tables.
+        """
+        computed: list[tuple[VllmRequest, int]] = []
+        step_tokens = scheduler_output.num_scheduled_tokens
+        names: Iterable[str] = step_tokens
+        before, self._noted_revision = self._noted_revision, self._identities.revision
+        if before == self._noted_revision and not self._loads.any_distrusted:
+            running = scheduler_output.scheduled_cached_reqs
+            others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)
+            names = [*others, *[new.req_id for new in scheduler_output.scheduled_new_reqs]]
+        for request_id in names:
+            view = self._requests.get(request_id)
+            if view is not None and not self._loads.is_distrusted(request_id):
+                computed.append((view, view.request.num_computed_tokens + step_tokens[request_id]))
+            elif view is not None and self._loads.whole_requests and context is not None:
+                context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
+        if not computed:
+            return
+        if context is None:
+            raise PactViolation("vLLM computes requests before it offered its block tables to the connector")
+        with context.saving(scheduler_output) if self._loads.whole_requests else nullcontext():
+            for view, num_tokens in computed:
+                cache.note_computed(view, num_tokens, partial(context.chain_of, view.request_id))
+
+    def look_up(self, lookup: SupportsStepLookup, scheduler_output: Any) -> None:
+        """Have the workers look for what this step computes, where the request can still be given it then."""
+        for request_id, max_tokens in self._candidates.of_step(scheduler_output).items():
+            view = self._requests.get(request_id)
+            if view is not None and not self._loads.is_distrusted(request_id):
+                lookup.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
+
+    def is_named_at_end(self, request: Any) -> bool:
+        """Whether the last whole block of a request that ends may have got its name only now.
+
+        With asynchronous scheduling a step is planned before the tokens of the last one are known, and of drafts nobody
+        knows which are kept.
+        """
+        return (
+            self._names_late
+            and request.status.name not in CUT_SHORT
+            and self._requests.get(request.request_id) is not None
+            and not self._loads.is_distrusted(request.request_id)
+        )
+
+    def note_end(self, cache: ExternalCache, context: VllmContext, request: Any) -> None:
+        """Tell the cache all that was computed of a request that ends. No states of state-space layers are shown."""
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        with context.saving(None):
+            cache.note_computed(self._requests.view(request), computed, partial(context.chain_of, request.request_id))
+
+
+__all__ = ["ComputedTokens"]

@@ -1,0 +1,85 @@
+"""The ranks' reports after each step: loads and saves that ended, blocks that were not loaded.
+
+Owns the reports that an exception has kept from the cache, and the blocks of requests that begin again until the report
+of the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from kvpact.contract import ExternalCache, WorkerReport
+from kvpact.errors import PactViolation
+from kvpact.vllm.context import VllmContext
+from kvpact.vllm.loads import CommittedLoads
+from kvpact.vllm.requests import EngineRequests
+
+
+class Reports:
+    """Settles what the ranks of one engine report."""
+
+    def __init__(self, requests: EngineRequests, loads: CommittedLoads) -> None:
+        self._requests = requests
+        self._loads = loads
+        self._unsettled: WorkerReport | None = None
+        self._invalid: set[int] = set()
+
+    def begin_again(self, cache: ExternalCache | None, invalid: set[int], tables: Mapping[str, Sequence[int]]) -> None:
+        """Requests with these tables begin again, over `invalid` blocks; the report of the same step comes next."""
+        self._invalid |= invalid
+        if cache is not None:
+            cache.distrust_blocks(invalid, tables)
+
+    def take(
+        self,
+        context: VllmContext | None,
+        report: WorkerReport,
+        invalid_block_ids: set[int],
+        failed_requests: Collection[str],
+        *,
+        overdue: bool,
+    ) -> bool:
+        """Take in what the ranks report; returns whether the cache has to settle anything, be it `overdue` loads.
+
+        Nothing was loaded for `failed_requests`. Blocks that a synchronous load left invalid are in the engine's prefix
+        cache already, and so is what was computed from them. All are removed: the request that would recompute them may
+        be gone before it does (H28).
+        """
+        if self._unsettled is not None:
+            report = self._unsettled.aggregate(report)
+        if not (report.says_something or invalid_block_ids or failed_requests or overdue):
+            return False
+        self._unsettled = report
+        for request_id in failed_requests:
+            self._loads.lost(request_id)
+        if invalid_block_ids:
+            invalid = self._loads.invalid_with(invalid_block_ids | self._invalid)
+            self._invalid = set()
+            if context is not None:
+                context.evict_published(sorted(invalid))
+        return True
+
+    def settle(
+        self, cache: ExternalCache, epochs: int, context: VllmContext | None, invalid_block_ids: set[int]
+    ) -> None:
+        """Have the cache settle what `take` has taken in. `epochs` is `WeightsWatch.epochs`."""
+        if invalid_block_ids and context is not None:
+            tables = {request_id: _chain(context, request_id) for request_id in self._requests.ids}
+            cache.distrust_blocks(invalid_block_ids, tables)
+        settlements = cache.apply_report(self._unsettled or WorkerReport({}))
+        self._unsettled = None
+        for settlement in settlements:
+            if not settlement.skipped_tokens:  # what a step skipped the engine's scheduler class counts
+                alive = settlement.request_id in self._requests.ids
+                self._loads.settle(settlement, epochs, is_alive=alive)
+
+
+def _chain(context: VllmContext, request_id: str) -> Sequence[int]:
+    """A request's blocks, of the first group; none if it has none, or has ended."""
+    try:
+        return context.get_block_ids(request_id)[0]
+    except (PactViolation, KeyError, ValueError):
+        return ()
+
+
+__all__ = ["Reports"]
