@@ -1,6 +1,6 @@
 """Write `docs/benchmarks.md` and its charts from the rows in `benchmarks/figures`.
 
-`python scripts/write_benchmarks.py` rewrites all of it; tests/test_benchmarks_page.py fails while it is out of date.
+`python scripts/write_benchmarks.py` rewrites all of it; tests/test_generated.py fails while it is out of date.
 `python scripts/write_benchmarks.py NAME ROWS.json REMARK` first takes over the rows that `python -m benchmarks NAME
 --output ROWS.json` has written, with this machine, the packages' releases and the remark, such as "quiet; LMCache
 0.5.6". A section without a file is left out.

@@ -1,6 +1,6 @@
 """Write `docs/hazards.md`: every property and hazard of the catalogue, and the files that test it.
 
-`python scripts/write_hazards.py` rewrites the page; tests/test_hazards.py fails while the page is out of date.
+`python scripts/write_hazards.py` rewrites the page; tests/test_generated.py fails while the page is out of date.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write `docs/metrics.md`, and the alerts and the dashboard in `deploy`, from the table in `kvpact.metrics`.
 
-`python scripts/write_metrics.py` rewrites the three; tests/test_metrics_page.py fails while one is out of date. Every
+`python scripts/write_metrics.py` rewrites the three; tests/test_generated.py fails while one is out of date. Every
 query of the page is the alerts' or the dashboard's.
 """
 
