@@ -1,4 +1,4 @@
-"""Write `docs/hazards.md`: every property and hazard of the catalogue, and the files that test it.
+"""Write `docs/internals/hazards.md`: every property and hazard of the catalogue, and the files that test it.
 
 `python scripts/write_hazards.py` rewrites the page; tests/test_generated.py fails while the page is out of date.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvpact_testkit.catalogue import TITLES
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "hazards.md"
+PAGE = ROOT / "docs" / "internals" / "hazards.md"
 TESTS = {"tests": "", "kit/tests": "kit/tests/", "kit/src/kvpact_testkit": "kit/"}
 """Folder of tests -> what its files are called in the page."""
 PROTECTS = ("protects", "kept_in_every_mode", "scenario", "scenario.on_engine")
@@ -22,10 +22,10 @@ PROTECTS = ("protects", "kept_in_every_mode", "scenario", "scenario.on_engine")
 HEAD = """\
 # Properties and hazards
 
-Written by `python scripts/write_hazards.py` from [hazards.toml](../kit/src/kvpact_testkit/hazards.toml). P: what the
+Written by `python scripts/write_hazards.py` from [hazards.toml](../../kit/src/kvpact_testkit/hazards.toml). P: what the
 contract promises. T: what a tier promises besides. H: how caches of this kind fail; each was seen in a public system or
 in kvpact itself. A test is named after its hazard: `pytest -k h07` runs those of H07. A check of the
-[test kit](write-a-connector.md) names its ids in `@protects` or `@scenario`. `cache/test_jobs` is
+[test kit](../write-a-connector.md) names its ids in `@protects` or `@scenario`. `cache/test_jobs` is
 tests/cache/test_jobs.py, `kit/suite` is kit/src/kvpact_testkit/suite.py.
 """
 

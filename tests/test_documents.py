@@ -24,15 +24,7 @@ from servers.redis_server import redis_server
 TIERS = "docs/write-a-tier.md"
 CONTEXT = "docs/scheduler-context.md"
 PEERS = "docs/peers.md"
-
-
-def page(name: str) -> str:
-    """The path of a page of docs, in whichever folder it is."""
-    [found] = (ROOT / "docs").rglob(name)
-    return str(found.relative_to(ROOT))
-
-
-DRIVER = page("vllm-driver.md")
+DRIVER = "docs/internals/vllm-driver.md"
 
 NOT_RUN = {
     "README.md": ("make demo", "kvpact why ID", "pip install dist/"),  # this suite's, a server's, test_install.py's
@@ -41,7 +33,7 @@ NOT_RUN = {
     DRIVER: ("run_on_release",),  # fetches a release of vLLM, 2 GB
     "docs/offloading.md": ("kvpact serve MODEL --through",),  # vLLM's offloading starts on a GPU only
     "docs/weights.md": ("curl --fail",),  # a server in vLLM's development mode
-    page("worker-hook.md"): ("vllm serve MODEL --worker-cls",),  # any connector
+    "docs/internals/worker-hook.md": ("vllm serve MODEL --worker-cls",),  # any connector
     "docs/write-a-vllm-connector.md": ("vllm serve MODEL --scheduler-cls",),  # any connector
     "docs/write-a-connector.md": ("pip install",),  # asks a package index
     TIERS: ("pip install",),
@@ -140,7 +132,7 @@ def test_the_page_on_offloading_names_every_metric_of_a_tier() -> None:
 
 
 def test_the_page_on_the_engine_runs(reader: Reader) -> None:
-    reader.python(block_with("docs/engine.md", "reference_engine").text)
+    reader.python(block_with("docs/internals/engine.md", "reference_engine").text)
 
 
 def test_looking_after_a_store_as_the_page_says(reader: Reader) -> None:

@@ -1,4 +1,4 @@
-"""What `docs/findings.md` says of vLLM's own connectors and of silent reservations is what is found here."""
+"""What `docs/internals/findings.md` says of vLLM's own connectors and of silent reservations is what is found here."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvpact_testkit.vllm.compat import EngineSettings
 from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.harness import prompt
 
-PAGE = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "internals" / "findings.md").read_text(encoding="utf-8")
 PRINTED = (ROOT / "tests" / "data" / "silent_reservations.md").read_text(encoding="utf-8")
 """What `benchmarks/silent_reservations.py` prints. The page has its rows of 20 blocks."""
 

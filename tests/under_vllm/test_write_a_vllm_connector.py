@@ -115,7 +115,7 @@ def test_each_form_keeps_the_drivers_scenarios(file: str, folder: Path) -> None:
     ("page", "names", "kind", "dropped", "postponed"),
     [
         (PAGE, 0, 1, "yes", "no"),
-        ("docs/contract-on-vllm.md", 0, 2, "dropped", "postponed"),
+        ("docs/internals/contract-on-vllm.md", 0, 2, "dropped", "postponed"),
         ("docs/lifecycle.md", 1, 0, "dropped: nobody comes back", "postponed: the request still waits"),
     ],
 )
