@@ -194,7 +194,7 @@ def page() -> str:
     lines += ["## Alerts", "", "[deploy/prometheus-alerts.yml](../deploy/prometheus-alerts.yml) has these rules.", ""]
     lines += ["| alert | what to do |", "|---|---|"]
     lines += [f"| `{alert.name}` | {alert.runbook} |" for alert in ALERT_RULES]
-    return "\n".join([*lines, "", "```yaml", alerts().rstrip("\n"), "```", ""])
+    return "\n".join([*lines, ""])
 
 
 def alerts() -> str:
