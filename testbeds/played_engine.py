@@ -7,15 +7,16 @@ step, a state is kept at the end of a step. Takes the CPU time of each call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar, cast
 
+from inert_blocks import NULL, InertBlocks
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
-from kvpact.contract import JobOutcome, KVCacheBlockView, LoadJob, SaveJob, StepWork, WorkerReport
+from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import KEY_BYTES, Namespace, RequestIdentity
 from kvpact.index.classed_slots import ClassedSlots
@@ -25,9 +26,6 @@ from kvpact.metrics import UnmadeCheck
 from kvpact.ranges import RangeSet
 
 T = TypeVar("T")
-
-NULL = 0
-"""The engine's block that stands for none."""
 
 
 class Slots:
@@ -95,33 +93,8 @@ class PlayedEngine:
         self._step_tokens = step_tokens
         self._has_states = any(group.kind is GroupKind.STATE for group in groups)
         self._tables: list[list[int]] = []
-        self.cache.bind_scheduler_context(self)
-
-    # What the cache asks of the engine
-
-    def get_block(self, block_id: int) -> KVCacheBlockView:
-        """See `SchedulerContext`."""
-        return KVCacheBlockView(block_id, 1, block_id == NULL, None, 0)
-
-    def touch(self, block_ids: Sequence[int]) -> None:
-        """See `SchedulerContext`."""
-
-    def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
-        """See `SchedulerContext`."""
-
-    def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
-        """See `SchedulerContext`."""
-        return iter(())
-
-    def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
-        """See `SchedulerContext`."""
-        return self._tables
-
-    def waiting_requests(self) -> Sequence[str]:
-        """See `SchedulerContext`."""
-        return ()
-
-    # Steps
+        self._blocks = InertBlocks()
+        self.cache.bind_scheduler_context(self._blocks)
 
     def serve(self, prompt: Prompt) -> int:
         """Compute a prompt, from where the cache has it on; returns the tokens that it had."""
@@ -129,6 +102,7 @@ class PlayedEngine:
         self.calls = []
         self._ids = iter(range(1, 1 << 40))
         self._tables = [[] for _ in self._groups.groups]
+        self._blocks.tables = {prompt.request_id: self._tables}
         match = self._timed("prepare", 0, lambda: cache.prepare_external_match(prompt, 0))
         assert match is not None
         computed = match.num_tokens

@@ -1,12 +1,14 @@
-"""The fenced blocks of README.md and docs/*.md, and what stands for the placeholders in them when they are run.
+"""The fenced blocks of README.md and docs, and a folder in which they are run as a reader runs them.
 
-Owns how a block is found and how its placeholders are filled in; which block is run where stands in test_documents.py.
+Owns how a block is found, how its placeholders are filled in, and the environment of its commands.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +26,6 @@ HOMES: Final = (PACKAGES[0], PACKAGES[1].parent)
 
 CODE: Final = ("sh", "python", "toml")
 """Languages of blocks that a reader runs, or puts into a file; others show what was printed, a picture, a query."""
-
-NOT_CODE: Final = ("text", "mermaid", "json", "diff", "promql", "yaml")
 
 PLACEHOLDERS: Final = (
     "MODEL",
@@ -68,7 +68,7 @@ class Block:
 
 def documents() -> list[Path]:
     """The README and all pages of docs."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def document_blocks(path: Path | str) -> list[Block]:
@@ -102,6 +102,54 @@ def _blocks(path: str, lines: list[str]) -> Iterator[Block]:
             yield Block(path, begin, language, text, named[1] if named else "")
             fence = above = ""
     assert not fence, f"{path}:{begin}: this fence is not closed"
+
+
+class Reader:
+    """A folder where commands of this environment, `kvpact` and `python`, come first, and kvpact has no settings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name, arguments in (("kvpact", "-c 'from kvpact.cli.app import main; main()'"), ("python", "")):
+            command = folder / "bin" / name
+            command.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+            command.chmod(0o755)
+
+    def write_files(self, page: str) -> None:
+        """Write the files that a guide has its readers write."""
+        for block in document_blocks(page):
+            if block.file:
+                (self.folder / block.file).write_text(block.text)
+
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, however it ends."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPACT_")}
+        ours = {
+            "PATH": f"{self.folder / 'bin'}:{kept['PATH']}",
+            "PYTHONPATH": f"{self.folder}:{PACKAGES[0].parent}",
+            "PYTEST_ADDOPTS": "",
+            "COLUMNS": "200",
+        }
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env={**kept, **ours, **environment},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+
+    def shell(self, text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a block's commands, each of which must succeed."""
+        ran = self.run("sh", "-eu", "-c", text, **environment)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran
+
+    def python(self, program: str) -> str:
+        """Run a program, which must succeed; returns what it prints."""
+        (self.folder / "program.py").write_text(program)
+        return self.shell("python program.py").stdout
 
 
 def load_script(path: str) -> ModuleType:

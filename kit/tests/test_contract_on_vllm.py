@@ -1,4 +1,4 @@
-"""`docs/contract-on-vllm.md` names scenarios that there are, and its example shows what it says."""
+"""`docs/internals/contract-on-vllm.md` names scenarios that there are, and its example shows what it says."""
 
 import re
 import runpy
@@ -12,7 +12,7 @@ from kvpact.contract import ExternalMatchExit
 from kvpact_testkit.vllm.driver import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "contract-on-vllm.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "internals" / "contract-on-vllm.md").read_text(encoding="utf-8")
 
 
 def test_every_scenario_that_the_page_names_is_there() -> None:

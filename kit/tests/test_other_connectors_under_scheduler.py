@@ -37,7 +37,7 @@ class Subject:
     connector: str
     config: Mapping[str, Any]
     whole_prompts_only: bool = False
-    """It dies when a prompt comes in pieces or comes back: it is only an example, as `docs/findings.md` shows."""
+    """It dies when a prompt comes in pieces or comes back: an example, as `docs/internals/findings.md` shows."""
 
     def transfer(self, folder: Path) -> dict[str, Any]:
         module, _, name = self.connector.partition(":")

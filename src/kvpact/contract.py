@@ -37,7 +37,7 @@ class ExternalKVMatch:
 
 
 class ExternalMatchExit(StrEnum):
-    """Why an engine did not take a match in a step (docs/contract-on-vllm.md has what vLLM does at each exit).
+    """Why an engine did not take a match in a step; docs/internals/contract-on-vllm.md has what vLLM does at each exit.
 
     Those before `OTHER_CONNECTOR` postpone it: the request still waits, and may ask again.
     """

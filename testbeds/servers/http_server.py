@@ -1,7 +1,7 @@
 """A real OpenAI-compatible server that a user's command started, asked over HTTP by the `openai` client.
 
 Owns the server's process, its log and what its metrics page says. The command is a user's: `kvpact serve` or
-`vllm serve`.
+`vllm serve`; `tiny_server` has the options of a small engine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +23,25 @@ from urllib.request import Request, urlopen
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpact_testkit.demo.engine import session_members
+from kvpact_testkit.demo.engine import CORES, one_core_each, session_members
 from servers.redis_server import free_ports
 
 START_SECONDS = 300.0
 """Two idle cores take about 40."""
 
 STOP_SECONDS = 60.0
+
+TINY = (
+    "--served-model-name=tiny", "--dtype=float32", "--enforce-eager", "--max-model-len=512",
+    "--kv-cache-memory-bytes=67108864", "--enable-prompt-tokens-details",
+)  # fmt: skip
+"""An engine that starts fast and computes equal bytes each time."""
+
+
+def users_environment() -> dict[str, str]:
+    """Variables of a user whose PATH begins with this environment; each engine has a core of its own."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, CORES: one_core_each(), "VLLM_NO_USAGE_STATS": "1"}
 
 
 @dataclass(frozen=True)
@@ -159,6 +172,12 @@ class Server:
     def _log_tail(self, what: str) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         return f"{what}; the end of {self.log}:\n" + "\n".join(lines[-40:])
+
+
+def tiny_server(model: Path, log: Path, *options: str, **environment: str) -> Server:
+    """`kvpact serve` of a tiny model with 16 MiB of memory, in vLLM's development mode, as a server named "tiny"."""
+    command = [str(Path(sys.executable).with_name("kvpact")), "serve", str(model), "--memory", "16MiB", *TINY, *options]
+    return Server(command, log, {**users_environment(), "VLLM_SERVER_DEV_MODE": "1", **environment})
 
 
 def _answer(parts: Sequence[Any]) -> Answer:

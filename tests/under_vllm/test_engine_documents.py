@@ -1,4 +1,4 @@
-"""Blocks of docs/configuration.md and docs/worker-hook.md that start an engine, and the example of offline inference.
+"""Blocks of docs/configuration.md and docs/internals/worker-hook.md that start an engine; the offline example.
 
 Each is run as a reader would run it.
 """
@@ -60,7 +60,7 @@ def test_the_page_on_configuration_starts_an_engine(tiny_model: Path, tmp_path: 
 @pytest.mark.proof
 def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) -> None:
     """The second answer was found in files when its step began, is the first one, and vLLM counts what was found."""
-    text = filled_in(block_with("docs/worker-hook.md", "examples/step_hook").text, {"MODEL": str(tiny_model)})
+    text = filled_in(block_with("docs/internals/worker-hook.md", "examples/step_hook").text, {"MODEL": str(tiny_model)})
     program, *arguments = text.split()
     assert program == "python"
     said = re.findall(r"(.+): (\d+) tokens, (\d+) not computed, answer (.+)", run_python(ROOT, *arguments))

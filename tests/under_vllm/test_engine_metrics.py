@@ -18,8 +18,7 @@ from documents import load_script
 from engines import BLOCK, prompt
 from kvpact import __version__
 from kvpact.metrics import FAMILIES, PREFIX
-from kvpact_testkit.demo.engine import CORES, one_core_each
-from servers.http_server import Server
+from servers.http_server import Server, users_environment
 from servers.prometheus_server import PrometheusServer, prometheus_server, promtool
 from servers.redis_server import free_ports
 
@@ -51,9 +50,8 @@ def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Prometheu
     (away,) = free_ports(1)
     tiers = [f"dir://{tmp_path / 'near'}?capacity=1GiB&name=near", f"redis://user:secret@127.0.0.1:{away}"]
     environment = {
-        CORES: one_core_each(),
+        **users_environment(),
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "KVPACT_TIERS": " ".join(tiers),
         "KVPACT_MEMORY": "16MiB",

@@ -214,7 +214,7 @@ def test_h70_hits_are_told_and_counted_and_after_a_preemption_apart(play: Callab
 
 
 def test_on_vllms_own_scheduler_hits_are_neither_told_nor_counted(play: Callable[..., Seen]) -> None:
-    """As docs/worker-hook.md says: the connector would have to count them itself."""
+    """As docs/internals/worker-hook.md says: the connector would have to count them itself."""
     seen = play(scheduler_cls=None)
     assert seen.scheduler == "Scheduler"
     assert seen.told == [0, 0, 0]

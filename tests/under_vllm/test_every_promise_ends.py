@@ -1,6 +1,7 @@
 """Under `kvpact.vllm.scheduler` every match of every connector that speaks the pact ends, and none twice.
 
-vLLM's schedulers are real; the workers are played (docs/vllm-driver.md). The connectors are those of `leasing`.
+vLLM's schedulers are real; the workers are played (docs/internals/vllm-driver.md). The connectors
+are those of `leasing`.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_h75_what_the_engine_had_itself_stays_a_hit(start: Callable[..., PlayedE
 def test_h75_on_stock_schedulers_the_request_is_told_right_and_the_counter_is_what_was_promised(
     start: Callable[..., PlayedEngine],
 ) -> None:
-    """As docs/contract-on-vllm.md says."""
+    """As docs/internals/contract-on-vllm.md says."""
     engine = start(scheduler_class=Scheduler)
     fail_loads(engine, lambda job, block: block >= 2)
     played = ask(engine)

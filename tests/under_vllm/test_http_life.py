@@ -35,7 +35,7 @@ from kvpact.metrics import series
 from kvpact.tiers.disk.inspection import scan_directory
 from kvpact_testkit.demo.engine import CORES, counts_in, one_core_each, session_members
 from leftovers import slabs_still_locked
-from servers.http_server import STOP_SECONDS, Answer, Server
+from servers.http_server import STOP_SECONDS, Answer, Server, users_environment
 from slab_scenes import files_in
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -101,9 +101,7 @@ def house(tiny_model: Path, tmp_path: Path) -> House:
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        CORES: one_core_each(),
-        "VLLM_NO_USAGE_STATS": "1",
+        **users_environment(),
         "KVPACT_RECOMPUTE_IF_FASTER": "false",  # a tiny model computes faster than a busy disk reads
     }
     return House(tmp_path, [*OUR_OWN, f"--chat-template={template}"], environment)

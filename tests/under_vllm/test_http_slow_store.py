@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +13,9 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from engines import prompt
-from kvpact_command import KVPACT, kvpact, own_sockets
-from kvpact_testkit.demo.engine import CORES, one_core_each
+from kvpact_command import kvpact, own_sockets
 from servers.damaging_proxy import DamagingProxy, damaging_proxy
-from servers.http_server import Server
+from servers.http_server import Server, tiny_server
 from servers.redis_server import redis_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(900)]
@@ -40,20 +37,8 @@ def proxy(tmp_path: Path) -> Iterator[DamagingProxy]:
 @pytest.fixture
 def server(proxy: DamagingProxy, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     own_sockets(tmp_path, monkeypatch)
-    options = [
-        "--served-model-name=tiny", "--dtype=float32", "--enforce-eager", "--max-model-len=512",
-        "--kv-cache-memory-bytes=67108864", "--enable-prompt-tokens-details",
-    ]  # fmt: skip
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        CORES: one_core_each(),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "KVPACT_PREPARE_DEADLINE": "20s",
-    }
-    tier = f"redis://127.0.0.1:{proxy.port}/0?timeout=20s"
-    command = [str(KVPACT), "serve", str(tiny_model), "--memory", "16MiB", "--tier", tier, *options]
-    with Server(command, tmp_path / "server.log", environment) as started:
+    tier = f"--tier=redis://127.0.0.1:{proxy.port}/0?timeout=20s"
+    with tiny_server(tiny_model, tmp_path / "server.log", tier, KVPACT_PREPARE_DEADLINE="20s") as started:
         yield started.wait_ready()
 
 

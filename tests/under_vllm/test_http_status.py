@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +22,8 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from documents import ROOT
 from engines import BLOCK, prompt
-from kvpact_command import KVPACT, kvpact, own_sockets
-from kvpact_testkit.demo.engine import CORES, one_core_each
-from servers.http_server import Server
+from kvpact_command import kvpact, own_sockets
+from servers.http_server import Server, tiny_server
 from servers.prometheus_server import judge_rules, prometheus_server
 from servers.redis_server import RedisServer, free_ports, redis_server
 
@@ -64,23 +62,12 @@ def served(directory: Path, page: str) -> Iterator[str]:
 def start(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     """Starts a server with these tiers as a user does it; its socket is where this process looks for sockets."""
     own_sockets(tmp_path, monkeypatch)
-    options = [
-        "--served-model-name=tiny", "--dtype=float32", "--enforce-eager", "--max-model-len=512",
-        "--kv-cache-memory-bytes=67108864", f"--max-num-seqs={CLIENTS}", "--enable-prompt-tokens-details",
-    ]  # fmt: skip
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        CORES: one_core_each(),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "KVPACT_RECOMPUTE_IF_FASTER": "false",
-    }
     with ExitStack() as servers:
 
         def serve(*tiers: str) -> Server:
-            command = [str(KVPACT), "serve", str(tiny_model), "--memory", "16MiB", *options]
-            command += [f"--tier={tier}" for tier in tiers]
-            return servers.enter_context(Server(command, tmp_path / "server.log", environment)).wait_ready()
+            options = (f"--max-num-seqs={CLIENTS}", *(f"--tier={tier}" for tier in tiers))
+            started = tiny_server(tiny_model, tmp_path / "server.log", *options, KVPACT_RECOMPUTE_IF_FASTER="false")
+            return servers.enter_context(started).wait_ready()
 
         yield serve
 

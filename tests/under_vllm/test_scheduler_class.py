@@ -1,6 +1,6 @@
 """Under `kvpact.vllm.scheduler` a connector hears of each match that a step does not take, and why, in that step.
 
-vLLM's schedulers are real; the workers are played (docs/vllm-driver.md).
+vLLM's schedulers are real; the workers are played (docs/internals/vllm-driver.md).
 """
 
 from __future__ import annotations

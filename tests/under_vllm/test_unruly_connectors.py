@@ -1,6 +1,6 @@
 """Connectors that break every rule cost themselves their hits: no engine dies, nothing stays open, nothing ends twice.
 
-vLLM's schedulers are real, under `kvpact.vllm.scheduler`; the workers are played (docs/vllm-driver.md).
+vLLM's schedulers are real, under `kvpact.vllm.scheduler`; the workers are played (docs/internals/vllm-driver.md).
 """
 
 from __future__ import annotations

@@ -98,11 +98,6 @@ def test_without_the_class_they_would(folder: Path) -> None:
     assert leases_left("told_connector.py", "", asynchronous=False) > 10
 
 
-def test_there_are_four_examples_of_at_most_sixty_lines() -> None:
-    assert len(FILES) == 4
-    assert max(len(text.splitlines()) for text in FILES.values()) <= 60
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_each_form_keeps_the_drivers_scenarios(file: str, folder: Path) -> None:
     """As the page has its readers test them; of the scenarios those of matches that are not taken."""
@@ -120,7 +115,7 @@ def test_each_form_keeps_the_drivers_scenarios(file: str, folder: Path) -> None:
     ("page", "names", "kind", "dropped", "postponed"),
     [
         (PAGE, 0, 1, "yes", "no"),
-        ("docs/contract-on-vllm.md", 0, 2, "dropped", "postponed"),
+        ("docs/internals/contract-on-vllm.md", 0, 2, "dropped", "postponed"),
         ("docs/lifecycle.md", 1, 0, "dropped: nobody comes back", "postponed: the request still waits"),
     ],
 )

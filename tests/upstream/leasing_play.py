@@ -1,4 +1,4 @@
-"""The load of docs/findings.md on `examples/leasing_connector.py`: 40 requests of 192 tokens, of which 160 are stored.
+"""The load of docs/internals/findings.md on `examples/leasing_connector.py`: 40 requests of 192 tokens, 160 stored.
 
 In a process of its own, on the vLLM that it imports first. Usage: leasing_play.py SCHEDULER BLOCKS, where SCHEDULER is
 vLLM's `scheduler_cls` or "". On the way something happens to matches that are open, see `EVENTS`. Prints a `Play`.

@@ -222,7 +222,7 @@ def test_requests_that_cannot_run_are_refused() -> None:
 
 
 def test_the_example_in_the_documentation_runs() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "internals" / "engine.md").read_text()
     exec(compile(text.split("```python")[1].split("```")[0], "engine.md", "exec"), {})
 
 

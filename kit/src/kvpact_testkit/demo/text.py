@@ -32,7 +32,7 @@ def corpus() -> str:
     """The text of all files, each under its name, in a fixed order."""
     packages = [Path(package.__file__ or "").resolve().parent for package in (kvpact, kvpact_testkit)]
     checkout = packages[0].parents[1]
-    pages = [path for path in (checkout / "README.md", *sorted((checkout / "docs").glob("*.md"))) if path.is_file()]
+    pages = [path for path in (checkout / "README.md", *sorted((checkout / "docs").rglob("*.md"))) if path.is_file()]
     named = [(path.relative_to(checkout), path) for path in pages]
     named += [
         (path.relative_to(package.parent), path) for package in packages for path in sorted(package.rglob("*.py"))

@@ -1,8 +1,8 @@
 """Scenarios about a match that vLLM's scheduler drops or shortens: one for each place in its code that does.
 
 The usual ones (no room, no budget for the prompt, cancellation, another connector) are in `scenarios_promises.py`;
-docs/contract-on-vllm.md has the table. Some scenarios here set a switch of the scheduler that only another model
-would set; the scheduler's reaction is its own.
+docs/internals/contract-on-vllm.md has the table. Some scenarios here set a switch of the scheduler that only another
+model would set; the scheduler's reaction is its own.
 """
 
 from __future__ import annotations
