@@ -9,7 +9,7 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
-def until(condition: Callable[[], Found], seconds: float = 20.0, what: str = "", every: float = 0.002) -> Found:
+def until(condition: Callable[[], Found], seconds: float = 60.0, what: str = "", every: float = 0.005) -> Found:
     """Return the first true answer of `condition`, asked `every` so many seconds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

@@ -7,7 +7,6 @@ import os
 import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from documents import ROOT
 from engines import BLOCK, prompt
 from kvpact_command import KVPACT, kvpact, own_sockets
 from kvpact_testkit.demo.engine import CORES, one_core_each
+from polling import until
 from servers.http_server import Server
 from servers.prometheus_server import judge_rules, prometheus_server
 from servers.redis_server import RedisServer, free_ports, redis_server
@@ -113,9 +113,7 @@ def status(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 def once(what: Callable[[], bool], seconds: float = 30.0) -> None:
     """vLLM updates its page with its steps, and once more before it rests."""
-    deadline = time.monotonic() + seconds
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.2)
+    until(what, seconds)
 
 
 def has_counted(arguments: tuple[str, ...], tokens: int) -> bool:
