@@ -34,6 +34,7 @@ from kvpact.tiers.urls import parse_tier_url
 from kvpact.tiers import registry
 from kvpact.tiers.directory import store as directory
 from kvpact.tiers.objects import store as object
+from kvpact.tiers.disk import tier as disk
 os.setgroups([int(group) for group in sys.argv[2].split(",") if group])
 os.setgid(int(sys.argv[1]))
 os.setuid(int(sys.argv[1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -258,11 +258,3 @@ def open_disk(path: Path, slots: int = 64) -> Tier:
     from kvpact.tiers.disk.tier import DiskTier
 
     return DiskTier.open(path, NAMESPACE, PAGE, 4096 * 4 + slots * (PAGE + 512))
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait until this is so."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from documents import HOMES, PACKAGES, ROOT, documents
 from kvpact.identity.keys import KEY_FORMAT
 from kvpact.metrics import MissReason
-from kvpact.tiers.disk.slab import SLAB_FORMAT
+from kvpact.tiers.disk.superblock import SLAB_FORMAT
 from kvpact.tiers.objects.packs import PACK_FORMAT
 from kvpact.tiers.record import RECORD_FORMAT
 from kvpact.vllm.identity import FORMAT

@@ -16,8 +16,9 @@ from kvpact_testkit.cache.subjects import pact_cache
 from kvpact_testkit.engine import Engine, EngineConfig, Request
 from kvpact_testkit.faults import Chances, Fault, FaultPlan, Faults, FaultyTier, Operation
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
+from polling import until
 from rank_faults import RankFaultPlan, RankFaults
-from scenes import Scene, SceneRequest, open_disk, tokens, until
+from scenes import Scene, SceneRequest, open_disk, tokens
 
 DOCUMENTS = 40
 LENGTH = 33

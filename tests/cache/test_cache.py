@@ -20,7 +20,8 @@ from kvpact.index.block_index import SlotState
 from kvpact.metrics import MEMORY, EndReason, MissReason, explain_misses, series
 from kvpact.tiers.base import BlockBuffer, Entry, Progress
 from kvpact.tiers.disk.tier import DiskTier
-from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, done, failed, open_disk, tokens, until
+from polling import until
+from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, done, failed, open_disk, tokens
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.superblock import Superblock
 from kvpact_testkit.demo.engine import session_members
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
+from polling import until
 
 TESTS = Path(__file__).parents[1]
 SLOTS = 80
@@ -110,9 +111,7 @@ def live_and_die(parent: subprocess.Popen[bytes], directory: Path, log: Path, se
         if choose.random() < 0.1:
             time.sleep(choose.uniform(0.0, 0.2))  # somewhere in its start
         else:
-            deadline = time.monotonic() + PATIENCE
-            while b"ready" not in log.read_bytes() and child.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.005)
+            until(lambda: b"ready" in log.read_bytes() or child.poll() is not None, PATIENCE)
             time.sleep(choose.uniform(0.0, LONGEST_LIFE))
         assert child.poll() is None, f"the process ended by itself:\n{log.read_text()}"
         assert not named_shared_memory(session_members(child.pid)), "memory without a name cannot be left behind"

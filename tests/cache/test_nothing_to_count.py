@@ -13,7 +13,8 @@ from kvpact.metrics import MissReason, series
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
-from scenes import NAMESPACE, PAGE, Scene, SceneRequest, until
+from polling import until
+from scenes import NAMESPACE, PAGE, Scene, SceneRequest
 
 
 @pytest.mark.parametrize(

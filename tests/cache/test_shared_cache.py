@@ -20,7 +20,8 @@ from kvpact.tiers.base import UNSEALED, RecordMac
 from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError, key_of
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.tier.dictionary_store import DictionaryStore
-from scenes import NAMESPACE, PAGE, Scene, SceneRequest, until
+from polling import until
+from scenes import NAMESPACE, PAGE, Scene, SceneRequest
 
 PATIENCE = 10.0
 SHARED = "dictionary"

@@ -25,7 +25,8 @@ from kvpact.errors import DataError
 from kvpact.metrics import MEMORY, series
 from kvpact.tiers.executor import TierExecutor
 from kvpact_command import KVPACT
-from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, open_disk, tokens, until
+from polling import until
+from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, open_disk, tokens
 
 
 @pytest.fixture(autouse=True)

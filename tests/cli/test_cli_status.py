@@ -15,7 +15,8 @@ from kvpact.cache.status_socket import StatusSocket, answers
 from kvpact.memory.arena import Standing
 from kvpact.metrics import MissReason, UnmadeCheck
 from kvpact_command import kvpact, own_sockets, refusal
-from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens, until
+from polling import until
+from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens
 
 PAGE = """\
 vllm:prompt_tokens_total{engine="0",model_name="m"} 600.0

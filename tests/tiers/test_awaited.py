@@ -21,6 +21,7 @@ from kvpact.tiers.base import Tier, TierHealth
 from kvpact.tiers.breaker import FIRST_PAUSE_S, JITTER, LONGEST_PAUSE_S, pauses
 from kvpact.tiers.registry import TierContext, open_tier
 from kvpact.tiers.urls import parse_tier_url
+from polling import until
 
 PLACE = TierContext(Namespace({"model": "awaited", "block_size": "16"}), 4096)
 URL = "dir:///mnt/not-mounted/kvpact?capacity=1MiB"
@@ -43,13 +44,6 @@ def opened_by(monkeypatch: pytest.MonkeyPatch, open_tier: Callable[[], Tier]) ->
 
 def new_tier() -> Tier:
     return DictionaryTier(PLACE.namespace, 4096, 8)
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def threads() -> list[threading.Thread]:

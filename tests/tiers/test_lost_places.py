@@ -22,6 +22,7 @@ from kvpact.tiers.disk.tier import DiskTier
 from kvpact.tiers.executor import GetDone, PutDone, TierExecutor
 from kvpact.tiers.registry import TierContext
 from kvpact.tiers.urls import parse_tier_url
+from polling import until
 from slab_scenes import NAMESPACE, SLOT, chain, content, filled, memory
 
 URLS = {
@@ -75,13 +76,6 @@ class Used:
 
     def close(self) -> None:
         assert self.client.close(5.0)
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture(params=sorted(URLS))

@@ -33,8 +33,9 @@ from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.faults import Crash, Faults
 from kvpact_testkit.sample_blocks import CANARY, document, empty_buffers
 from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
+from polling import until
 from scenes import NAMESPACE as SCENE_NAMESPACE
-from scenes import PAGE, Scene, SceneRequest, tokens, until
+from scenes import PAGE, Scene, SceneRequest, tokens
 from servers.mooncake_server import MooncakePool, free_port, mooncake_pool
 
 NAMESPACE = Namespace({"model": "kvpact-tests", "dtype": "bytes", "block_size": "16"})
@@ -282,9 +283,7 @@ def test_a_master_that_is_killed_costs_misses_and_comes_back(pool: MooncakePool)
     assert timed(lambda: list(tier.scan())) == []
     assert not tier.health().ok
     pool.restart_master()
-    deadline = time.monotonic() + 20.0
-    while put(tier, wanted) < 4 and time.monotonic() < deadline:
-        time.sleep(0.2)
+    until(lambda: put(tier, wanted) == 4, every=0.05)
     assert served(tier, wanted) == 4
     assert tier.health().ok, tier.health().reason
 
@@ -299,18 +298,18 @@ def test_h21_a_master_that_hangs_costs_the_timeout_and_buffers_stay_untouched(po
     buffers = empty_buffers(4, SLOT, 2)
     assert timed(lambda: get_chain(tier, wanted.keys, buffers)) == 0
     assert timed(lambda: tier.leading(wanted.keys)) == 0
-    for _ in range(mooncake.GIVEN_UP_CALLS - 2):
-        threading.Thread(target=tier.lookup, args=(wanted.keys,), daemon=True).start()
-    time.sleep(1.2 * TIMEOUT)
+    calls = [threading.Thread(target=tier.lookup, args=(wanted.keys,)) for _ in range(mooncake.GIVEN_UP_CALLS - 2)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join(WAIT_SECONDS)
     assert timed(lambda: put(tier, document("another", 2))) == 0
     assert "8 calls have not ended" in tier.health().reason
     mine = [thread for thread in threading.enumerate() if thread not in others]
     given_up = [thread for thread in mine if thread.name.startswith("kvpact-mooncake-call")]
     assert len(given_up) <= mooncake.GIVEN_UP_CALLS
     os.kill(pool.master.pid, signal.SIGCONT)
-    deadline = time.monotonic() + 20.0
-    while served(tier, wanted) + put(tier, wanted) < 8 and time.monotonic() < deadline:
-        time.sleep(0.2)
+    until(lambda: served(tier, wanted) + put(tier, wanted) == 8, every=0.05)
     assert served(tier, wanted) == 4
     tier.close()
     for thread in given_up:
@@ -391,9 +390,7 @@ def test_h97_a_master_that_comes_late_is_used(pool: MooncakePool) -> None:
     (tier,) = open_tiers([parse_tier_url(pool.url(segment="32MiB"))], TierContext(SCENE_NAMESPACE, PAGE), WAIT_SECONDS)
     assert "no master answers" in tier.health().reason
     pool.restart_master()
-    deadline = time.monotonic() + 20.0
-    while tier.there is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: tier.there is not None)
     assert tier.there is not None
     assert tier.there.health().ok
     tier.close()

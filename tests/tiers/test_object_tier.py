@@ -34,6 +34,7 @@ from kvpact.tiers.urls import parse_tier_url
 from kvpact_testkit.faults import Faults
 from kvpact_testkit.sample_blocks import CANARY, Document, content, document, empty_buffers, filled_buffers
 from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
+from polling import until
 from servers.object_server import ACCESS_KEY, CREDENTIALS, SECRET_KEY, Request, Spoiled, Traffic, object_server
 
 SLOT = 4096
@@ -533,9 +534,7 @@ def test_h97_a_bucket_that_refuses_at_the_start_is_used_when_it_no_longer_does(
     with scene.traffic.spoiled(lambda request: Spoiled(403, "AccessDenied")):
         (tier,) = open_tiers([url], TierContext(NAMESPACE, SLOT), 20.0)
         assert "HTTP 403 (AccessDenied)" in tier.health().reason
-    deadline = time.monotonic() + 20.0
-    while tier.there is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: tier.there is not None)
     assert isinstance(tier.there, SharedTier)
     assert stored(tier.there) == 8
     assert SECRET_KEY not in caplog.text

@@ -46,6 +46,7 @@ from kvpact_testkit.sample_blocks import Document, document, empty_buffers
 from kvpact_testkit.tier.buffers import give_back, require_untouched
 from kvpact_testkit.tier.conformance import Damage, StoreContext, TierConformance
 from kvpact_testkit.tier.harness import NAMESPACE
+from polling import until
 from servers.redis_server import Authority, RedisServer, redis_cluster, redis_sentinel, redis_server
 
 URL_VARIABLE = "KVPACT_TESTS_REDIS"
@@ -722,7 +723,7 @@ def test_a_master_of_a_cluster_that_is_killed_costs_bounded_time_until_it_is_bac
             assert not tier.health().ok
         finally:
             cluster[0].start()
-        until(lambda: stored(tier) == 12, "blocks are stored again")
+        until(lambda: stored(tier) == 12, what="blocks are stored again")
         assert (served(tier), tier.counts().damaged, tier.delete(DOCUMENT.keys)) == (12, 0, 12)
 
 
@@ -732,14 +733,14 @@ def test_sentinels_say_which_server_is_the_master_also_after_a_failover(tmp_path
         first = enter(redis_server(tmp_path / "first", "--repl-diskless-sync-delay", "0"))
         second = enter(redis_server(tmp_path / "second", "--replicaof", "127.0.0.1", str(first.port)))
         replica = enter(second.client())
-        until(lambda: replica.info("replication")["master_link_status"] == "up", "the replica follows")
+        until(lambda: replica.info("replication")["master_link_status"] == "up", what="the replica follows")
         sentinel = enter(redis_sentinel(tmp_path / "sentinel", first))
         tier = enter(closing(opened(f"redis+sentinel://127.0.0.1:1,{sentinel.address}/mymaster/0?timeout=1")))
         assert (stored(tier), served(tier)) == (12, 12)
-        until(lambda: fail_over(sentinel), "the sentinel begins a failover")
-        until(lambda: replica.info("replication")["role"] == "master", "the replica is the master")
+        until(lambda: fail_over(sentinel), what="the sentinel begins a failover")
+        until(lambda: replica.info("replication")["role"] == "master", what="the replica is the master")
         first.kill()
-        until(lambda: stored(tier) == 12, "blocks are stored again")
+        until(lambda: stored(tier) == 12, what="blocks are stored again")
         assert (stored(tier), served(tier), tier.health().ok) == (12, 12, True)
         assert replica.dbsize() >= 12
 
@@ -759,10 +760,14 @@ def test_h101_sentinels_have_a_password_of_their_own(tmp_path: Path, caplog: pyt
             tier.store.close()
             master.kill()  # so that they are asked again
             assert served(tier) == 0
-            until(lambda: served(tier) or "refuses the user or the password" in tier.health().reason, "it is read")
+            until(
+                lambda: served(tier) or "refuses the user or the password" in tier.health().reason,
+                what="it is read",
+                every=0.05,
+            )
             file.write_text("of the guards")
             master.start()
-            until(lambda: stored(tier) == 12, "blocks are stored again")
+            until(lambda: stored(tier) == 12, what="blocks are stored again")
         with closing(opened(f"{url}&sentinel_password=of%20the%20guards&sentinel_user=default")) as tier:
             assert served(tier) == 12
         with closing(opened(url)) as tier:
@@ -807,13 +812,6 @@ def fail_over(sentinel: RedisServer) -> bool:
         except redis.ResponseError:  # it does not know the replica yet
             return False
         return True
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline, f"not in 20 s: {what}"
-        time.sleep(0.05)
 
 
 def write_for_a_while(url: str, seed: int) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from shared_client import BLOCKS, chain, load, open_client, store
 
+from polling import until
 from servers.mooncake_server import mooncake_pool
 from servers.object_server import CREDENTIALS, object_server
 from servers.redis_server import redis_cluster, redis_server
@@ -93,10 +94,11 @@ def test_h12_nothing_that_a_killed_client_held_is_in_anybodys_way(url: str) -> N
             assert load(other, 0) == BLOCKS, "what was stored is not there any more"
             for seed in range(1, 8):
                 load(other, seed)  # whole or a miss, never half
-            until = time.monotonic() + LEASE_S
-            while store(other, 3) < BLOCKS or load(other, 3) < BLOCKS:
-                assert time.monotonic() < until, "what the killed client wrote cannot be written by anybody else"
-                time.sleep(0.2)
+            until(
+                lambda: not (store(other, 3) < BLOCKS or load(other, 3) < BLOCKS),
+                LEASE_S,
+                what="what the killed client wrote cannot be written by anybody else",
+            )
         other.delete(chain(0))
         assert not any(other.lookup(chain(0))), "what the killed client read cannot be deleted"
         other.clear()

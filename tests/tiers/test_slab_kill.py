@@ -95,7 +95,7 @@ def test_a_killed_process_leaves_its_lock_to_the_next_even_if_it_had_forked(tmp_
     tier = bare_tier(tmp_path)
     pid = os.fork()
     if pid == 0:
-        time.sleep(30)  # a worker that an engine forked outlives it for a while
+        signal.pause()  # a worker that an engine forked outlives it for a while
         os._exit(0)
     try:
         tier.close()
@@ -111,7 +111,7 @@ def test_a_process_that_is_forked_while_the_directory_is_locked_does_not_keep_it
     with directory.locked(1.0):
         pid = os.fork()
         if pid == 0:
-            time.sleep(30)
+            signal.pause()
             os._exit(0)
     try:
         with directory.locked(1.0):

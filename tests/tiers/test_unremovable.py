@@ -129,6 +129,7 @@ def test_h127_an_idle_slab_that_cannot_be_removed_counts_as_taken_and_the_next_g
         tier.put(chained(keys, filled(keys)))
     for tier in both:
         tier.close()
+    os.utime(slab_path(tmp_path, OTHER), (1, 1))  # it is asked first
     with held_fast(slab_path(tmp_path, OTHER)):
         with closing(bare_tier(tmp_path, capacity=capacity)) as tier:
             keys = chain("ours", 600)

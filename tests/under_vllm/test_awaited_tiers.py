@@ -18,6 +18,7 @@ from kvpact.errors import ConfigError
 from kvpact.identity import base_weights, weights
 from kvpact.tiers import awaited
 from kvpact.tiers.registry import open_tier
+from polling import until
 from servers.redis_server import free_ports, redis_server
 from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt, step_until
 
@@ -183,10 +184,7 @@ def test_h97_neither_a_start_nor_a_step_nor_an_end_waits_for_a_tier_that_hangs(
     engine.close()
     assert opened == ["kvpact-open-tier"]
     go_on.set()
-    until = time.monotonic() + 10.0
-    while opening():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not opening())
     again = start(f"disk://{tmp_path}/slabs?capacity=64MiB", require_tiers=True)
     assert len(list((tmp_path / "slabs" / "kvpact").glob("*.slab"))) == 1, "the first engine's slab is free again"
     again.close()

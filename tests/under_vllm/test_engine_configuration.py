@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
-from kvpact.tiers.disk import tier as disk_tier
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.vllm import checks
@@ -29,7 +29,6 @@ from kvpact.vllm.compat.platforms import KVPACT_WORKER, OUR_CLASSES, PACT_SCHEDU
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.plugin import register
 from kvpact.vllm.scheduler import KvpactScheduler, pact_scheduler
-from scenes import until
 from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt, vllm_config
 
 WITHOUT = "kvpact: this engine was started without kvpact's "
@@ -39,23 +38,18 @@ PROMPT = make_prompt(1, 6)
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a small file system in memory, with these options."""
-    if os.geteuid():
-        pytest.skip("only root may mount")
-    mounted: list[Path] = []
+def place(tmp_path: Path) -> Iterator[Path]:
+    """Where nothing is yet; what a test mounts there is taken away."""
+    yield tmp_path / "place"
+    subprocess.run(["umount", "--lazy", tmp_path / "place"], check=False, capture_output=True)
 
-    def mount(options: str) -> Path:
-        place = tmp_path / f"mount-{len(mounted)}"
-        place.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True).returncode:
-            pytest.skip("this machine mounts nothing")
-        mounted.append(place)
-        return place
 
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", "--lazy", place], check=True)
+def mount(place: Path, options: str) -> Path:
+    """A small file system in memory, with these options."""
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("this machine or user mounts nothing")
+    return place
 
 
 def disk(path: Path, capacity: str = "1MiB") -> list[str]:
@@ -75,13 +69,6 @@ def assert_serves(engine: PlayedEngine) -> None:
 def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What kvpact warned of, beyond that these engines have vLLM's own classes."""
     return [line for line in warnings(caplog) if not line.startswith(WITHOUT)]
-
-
-def assert_one_complaint(caplog: pytest.LogCaptureFixture, *words: str) -> None:
-    """There is one, and all these words are in it."""
-    (complaint,) = complaints(caplog)
-    missing = [word for word in words if word not in complaint]
-    assert not missing, complaint
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -106,54 +93,51 @@ def fill(start: Callable[..., PlayedEngine], directory: Path, **settings: Any) -
 # The engine serves on without the tier
 
 
-def missing_directory(place: Path) -> tuple[Path, str]:
-    return place / "one" / "two", "does not exist; create it, or correct the path"
+def no_directory(place: Path) -> Path:
+    return place / "one" / "two"
 
 
-def file_in_its_place(place: Path) -> tuple[Path, str]:
+def a_file(place: Path) -> Path:
     place.write_text("notes")
-    return place, "is not a directory; give the path of one"
+    return place
 
 
-@pytest.mark.parametrize("wrong", [missing_directory, file_in_its_place])
+def a_full_disk(place: Path) -> Path:
+    mount(place, "size=8k")
+    (place / "full").write_bytes(bytes(8192))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("wrong", "capacity", "message"),
+    [
+        (no_directory, "1MiB", "does not exist; create it, or correct the path"),
+        (a_file, "1MiB", "is not a directory; give the path of one"),
+        (partial(mount, options="ro,size=1m"), "1MiB", f"cannot be written by user {os.geteuid()}; give this user the"),
+        (a_full_disk, "1MiB", "No space left on device"),
+        (Path, "8KiB", "no room for one block in .*capacity 8192 bytes"),
+    ],
+    ids=["no directory", "a file", "read-only", "full", "too small"],
+)
 def test_a_directory_that_cannot_be_used_costs_the_tier(
     start: Callable[..., PlayedEngine],
-    tmp_path: Path,
+    place: Path,
     caplog: pytest.LogCaptureFixture,
-    wrong: Callable[[Path], tuple[Path, str]],
+    wrong: Callable[[Path], Path],
+    capacity: str,
+    message: str,
 ) -> None:
-    directory, message = wrong(tmp_path / "place")
-    assert_serves(start(tiers=disk(directory)))
-    (complaint,) = complaints(caplog)
-    assert complaint.startswith("kvpact: serving without the tier disk://")
-    assert message in complaint
-
-
-def test_a_directory_that_cannot_be_written_costs_the_tier(
-    start: Callable[..., PlayedEngine], mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert_serves(start(tiers=disk(mount("ro,size=1m"))))
-    assert_one_complaint(caplog, f"cannot be written by user {os.geteuid()}; give this user the right to")
-
-
-def test_a_disk_without_room_for_a_slab_costs_the_tier(
-    start: Callable[..., PlayedEngine], mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    place = mount("size=8k")
-    (place / "full").write_bytes(bytes(8192))
-    assert_serves(start(tiers=disk(place)))
-    scarce, complaint = complaints(caplog)
-    assert "a capacity of 1MiB is more than the 0B that" in scarce
-    assert "serving without the tier" in complaint
-    assert "No space left on device" in complaint
-    assert {path.name for path in place.rglob("*")} == {"full", "kvpact", "lock"}, "no half slab is left"
+    assert_serves(start(tiers=disk(wrong(place), capacity)))
+    *scarce, complaint = complaints(caplog)
+    assert re.match(f"kvpact: serving without the tier disk://.*{message}", complaint), complaint
+    assert scarce == [] or ["a capacity of 1MiB is more than the 0B that" in line for line in scarce] == [True]
+    assert not list(place.rglob("*.slab")), "no half slab is left"
 
 
 def test_a_disk_that_gets_full_keeps_what_fits(
-    start: Callable[..., PlayedEngine], mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    start: Callable[..., PlayedEngine], place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = mount("size=40k")
-    engine = start(tiers=disk(place))
+    engine = start(tiers=disk(mount(place, "size=40k")))
     assert_serves(engine)
     scarce, complaint = complaints(caplog)
     assert "a capacity of 1MiB is more than the 40KiB that" in scarce
@@ -169,125 +153,52 @@ def test_a_disk_that_gets_full_keeps_what_fits(
     assert report.sound == counts['held_blocks{tier="disk"}']
 
 
-def test_a_capacity_below_one_block_costs_the_tier(
-    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert_serves(start(tiers=disk(tmp_path / "slabs", capacity="8KiB")))
-    assert_one_complaint(caplog, "no room for one block", "capacity 8192 bytes")
+def overwritten(offset: int, data: bytes) -> Callable[[Path, Path], int]:
+    def spoil(slab: Path, of_another_model: Path) -> int:
+        with slab.open("r+b") as file:
+            file.seek(offset)
+            return file.write(data)
+
+    return spoil
 
 
-def overwrite(slab: Path, offset: int, data: bytes) -> None:
-    with slab.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
-
-
-def test_a_slab_of_another_format_is_left_alone(
-    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    slab = fill(start, tmp_path / "slabs")
-    overwrite(slab, 8, (99).to_bytes(4, "little"))
-    before = slab.read_bytes()
-    assert_serves(start(tiers=disk(tmp_path / "slabs")))
-    assert_one_complaint(
-        caplog, "is a slab of format 99; this release reads format 1. Delete the file to start an empty cache"
-    )
-    assert slab.read_bytes() == before
-
-
-def test_a_file_that_is_no_slab_is_left_alone(
-    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    slab = fill(start, tmp_path / "slabs")
-    slab.write_bytes(b"notes, not blocks " * 1000)
-    assert_serves(start(tiers=disk(tmp_path / "slabs")))
-    assert_one_complaint(caplog, "is not a kvpact slab: it starts with b'notes, n'; move it away")
-    assert slab.read_bytes().startswith(b"notes")
-
-
-def test_h23_a_slab_of_another_model_under_our_name_is_left_alone(
-    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours, theirs = fill(start, tmp_path / "slabs"), fill(start, tmp_path / "other", model_id="another")
-    theirs.replace(ours)
-    assert_serves(start(tiers=disk(tmp_path / "slabs")))
-    assert_one_complaint(caplog, "belongs to another model (weights: ", "move it away")
-
-
-def test_h23_two_models_in_one_directory_keep_apart(
-    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tiers = disk(tmp_path / "slabs", "256MiB")  # slabs grow by 64 MiB
-    for model_id in ("one", "another"):
-        engine = start(tiers=tiers, model_id=model_id)
-        assert engine.generate(PROMPT).cached_tokens == 0, "the same prompt, other weights"
-        engine.close()
-    for model_id in ("one", "another"):
-        engine = start(tiers=tiers, model_id=model_id)
-        assert engine.generate(PROMPT).cached_tokens == 6 * BLOCK
-        engine.close()
-    assert len(list((tmp_path / "slabs").glob("kvpact/*.slab"))) == 2
-    assert complaints(caplog) == []
-
-
-def test_h23_a_model_that_is_not_served_makes_room_for_one_that_is(
-    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = fill(start, tmp_path / "slabs")  # has taken all of the directory's capacity
-    theirs = fill(start, tmp_path / "slabs", model_id="another")
-    assert [*ours.parent.glob("*.slab")] == [theirs] != [ours]
-    assert complaints(caplog) == []
-
-
-def test_engines_of_one_model_share_a_directory(
+@pytest.mark.parametrize(
+    ("spoil", "message", "stays"),
+    [
+        (
+            overwritten(8, (99).to_bytes(4, "little")),
+            "of format 99; this release reads format 1. Delete the file",
+            True,
+        ),
+        (overwritten(0, b"notes, not blocks"), r"is not a kvpact slab: it starts with b'notes, n'; move it away", True),
+        (lambda ours, theirs: theirs.replace(ours), r"belongs to another model \(weights: .*move it away", False),
+        (
+            overwritten(PAGE_BYTES // 2, b"damage"),
+            "a damaged superblock: its checksum does not match; starting an empty",
+            False,
+        ),
+    ],
+    ids=["format", "no slab", "other model", "damaged"],
+)
+def test_h23_a_slab_that_is_not_ours_costs_its_blocks_and_one_line(
     start: Callable[..., PlayedEngine],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path, Path], object],
+    message: str,
+    *,
+    stays: bool,
 ) -> None:
-    monkeypatch.setattr(disk_tier, "TEND_SECONDS", 0.02)
-    first = start(tiers=disk(tmp_path / "slabs"))
-    assert_serves(first)
-    second = start(tiers=disk(tmp_path / "slabs"))
-    time.sleep(0.5)
-    assert second.generate(PROMPT).cached_tokens == 6 * BLOCK, "the first one has stored it"
-    other = make_prompt(2, 6)
-    second.generate(other)
-    second.assert_at_rest()
-    time.sleep(0.5)
-    assert first.generate(other).cached_tokens == 6 * BLOCK
-    assert [engine.counts['held_blocks{tier="disk"}'] for engine in (first, second)] == [6, 6]
-    assert len(list((tmp_path / "slabs").glob("kvpact/*.slab"))) == 2
-    assert complaints(caplog) == []
-
-
-def test_engines_of_two_models_have_equal_shares_of_a_directory(
-    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = start(tiers=disk(tmp_path / "slabs"))
-    assert_serves(first)
-    second = start(tiers=disk(tmp_path / "slabs"), model_id="another")
-    assert_serves(second)
-    assert_serves(first)
-    assert [engine.counts['written_blocks{tier="disk"}'] for engine in (first, second)] == [6, 6]
-
-    def taken() -> list[int]:
-        return [512 * path.stat().st_blocks for path in (tmp_path / "slabs" / "kvpact").iterdir()]
-
-    until(lambda: max(taken()) <= 1 << 19)  # the first one makes holes when it looks at the directory next
-    assert sum(taken()) <= 1 << 20
-    assert complaints(caplog) == []
-
-
-def test_a_damaged_superblock_starts_an_empty_slab(
-    start: Callable[..., PlayedEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    slab = fill(start, tmp_path / "slabs")
-    overwrite(slab, PAGE_BYTES // 2, b"damage")
+    ours, theirs = fill(start, tmp_path / "slabs"), fill(start, tmp_path / "other", model_id="another")
+    spoil(ours, theirs)
+    before = ours.read_bytes()
     engine = start(tiers=disk(tmp_path / "slabs"))
     assert engine.generate(PROMPT).cached_tokens == 0
+    engine.forget()
     assert_serves(engine)
-    assert_one_complaint(caplog, "has a damaged superblock: its checksum does not match; starting an empty one")
+    (complaint,) = complaints(caplog)
+    assert re.search(message, complaint), complaint
+    assert not stays or ours.read_bytes() == before
 
 
 # The engine refuses to start
@@ -374,34 +285,27 @@ def reporting_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PactConnector, "register_kv_caches", register_and_watch)
 
 
+def without(*names: str) -> tuple[str, str]:
+    """How the line about these options begins, and how it ends."""
+    added = " ".join(f"{name} {OUR_CLASSES[name]}" for name in names)
+    return f"{WITHOUT}{' and '.join(names)}, so ", f": add {added}, as kvpact serve does"
+
+
 def test_without_kvpacts_classes_one_line_says_which_promises_fall_and_what_to_add(
-    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
-    assert_serves(start())
-    [line] = warnings(caplog)
-    assert line.startswith(f"{WITHOUT}--worker-cls and --scheduler-cls, so ")
-    assert all(word in line for word in ("(P13)", "clear_cache=True", "WeightsExtension", "hits", "(exits)"))
-    assert line.endswith(f": add --worker-cls {KVPACT_WORKER} --scheduler-cls {PACT_SCHEDULER}, as kvpact serve does")
-
-
-@pytest.mark.parametrize("scheduler", [OwnScheduler, own_factory])
-def test_without_the_worker_class_alone_the_line_says_nothing_of_the_scheduler(
-    scheduler: Any, start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert_serves(start(scheduler_class=scheduler))
-    [line] = warnings(caplog)
-    assert line.startswith(f"{WITHOUT}--worker-cls, so ")
-    assert line.endswith(f": add --worker-cls {KVPACT_WORKER}, as kvpact serve does")
-
-
-@pytest.mark.usefixtures("reporting_worker")
-def test_without_the_scheduler_class_alone_the_line_says_nothing_of_the_worker(
-    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert_serves(start())
-    [line] = warnings(caplog)
-    assert line.startswith(f"{WITHOUT}--scheduler-cls, so ")
-    assert line.endswith(f": add --scheduler-cls {PACT_SCHEDULER}, as kvpact serve does")
+    start()
+    start(scheduler_class=OwnScheduler)
+    start(scheduler_class=own_factory)
+    request.getfixturevalue("reporting_worker")
+    start()
+    lines = warnings(caplog)
+    both, worker, scheduler = without(*OUR_CLASSES), without("--worker-cls"), without("--scheduler-cls")
+    assert [
+        line.startswith(begin) and line.endswith(end)
+        for line, (begin, end) in zip(lines, (both, worker, worker, scheduler), strict=True)
+    ] == [True] * 4, lines
+    assert all(word in lines[0] for word in ("(P13)", "clear_cache=True", "WeightsExtension", "hits", "(exits)"))
 
 
 @pytest.mark.usefixtures("reporting_worker")

@@ -20,6 +20,7 @@ from kvpact.tiers.disk.inspection import verify_slab
 from kvpact.vllm.messages import PactHandshake, PactMetadata
 from kvpact.wire import StepMessage
 from kvpact_testkit.vllm.faulty_copies import FaultyEngine
+from polling import until
 from vllm_played_engine import (
     BLOCK,
     PlayedEngine,
@@ -285,10 +286,7 @@ def test_h28_what_failed_to_load_is_gone_everywhere_until_it_is_computed_again(
     engine.run()
     fault.end()  # not before: what fails together is tried block by block
     assert engine.counts['held_blocks{tier="memory"}'] == 0
-    deadline = time.monotonic() + 10  # the disk tier's thread drops them in its own time
-    while engine.counts['held_blocks{tier="disk"}']:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not engine.counts['held_blocks{tier="disk"}'])  # the disk tier's thread drops them in its own time
     assert_right(engine, STORED, cached_blocks=0)
 
 

@@ -7,7 +7,6 @@ import logging
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from engines import BLOCK, BLOCK_BY_BLOCK, prompt
 from kvpact.config import KvpactConfig
 from kvpact.metrics import series
 from kvpact_testkit.demo.engine import EngineProcess
+from polling import until
 from servers.redis_server import redis_server
 from vllm_played_engine import PlayedEngine, answer, make_prompt
 
@@ -135,9 +135,7 @@ def test_every_key_arrives_at_both_halves_of_a_real_engine(
         assert [output.cached_tokens for output in loaded] == [BLOCKS * BLOCK] * 2
         assert all(one.same_answer(other) for one, other in zip(loaded, local, strict=True))
         written = [series("written_blocks", "disk"), series("written_blocks", "redis")]
-        deadline = time.monotonic() + 60  # for the tiers to write what was used a second time
-        while [engine.stats().get(name) for name in written] != [2 * BLOCKS] * 2 and time.monotonic() < deadline:
-            time.sleep(0.2)
+        until(lambda: [engine.stats().get(name) for name in written] == [2 * BLOCKS] * 2)
         stats, log = engine.stats(), engine.log.read_text()
         inspected = kvpact_json("inspect", f"redis://:{SECRET}@{server.address}/0")
     for half in ("scheduler", "worker"):

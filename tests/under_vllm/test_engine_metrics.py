@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from documents import load_script
 from engines import BLOCK, prompt
 from kvpact import __version__
 from kvpact.metrics import FAMILIES, PREFIX
+from polling import until
 from servers.http_server import Server, users_environment
 from servers.prometheus_server import PrometheusServer, prometheus_server, promtool
 from servers.redis_server import free_ports
@@ -72,14 +72,13 @@ def test_every_query_has_an_answer_of_a_real_prometheus(served: tuple[Server, Pr
         server.post("reset_prefix_cache")
         return sum(server.ask(tokens).cached_tokens for tokens in PROMPTS)
 
-    time.sleep(2.5)  # a rate needs counts from before
+    until(lambda: values(prometheus, f"sum({used})") == {"": 0.0}, 60.0, "a scrape from before: a rate needs one", 0.2)
     assert ask_all() == 0
     server.wait_for(lambda metrics: metrics[f"{PREFIX}written_blocks_total{{near}}"] == BLOCKS * len(PROMPTS))
     supplied = ask_all()
     assert supplied == BLOCKS * BLOCK * len(PROMPTS)
     server.wait_for(lambda metrics: metrics[used] == supplied)
-    time.sleep(2.5)  # it scrapes once a second
-    assert values(prometheus, f"sum({used})") == {"": supplied}
+    until(lambda: values(prometheus, f"sum({used})") == {"": supplied}, 60.0, f"{supplied} tokens scraped", 0.2)
 
     by_tier = values(prometheus, f"sum by (tier) ({PREFIX}used_tokens_from_total)")
     assert by_tier["near"] > 0, "memory is too small for all prompts"

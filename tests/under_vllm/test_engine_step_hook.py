@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from engines import BLOCK, kvpact_transfer_config, prompt
 from forked_engine import ForkedEngine
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.messages import Output
+from polling import until
 from scene_host import SceneHost
 
 HERE = Path(__file__).parent
@@ -298,11 +298,16 @@ def test_h70_two_ranks_of_kvpact_find_in_a_shared_tier_what_the_step_is_to_compu
         },
     )
 
+    stored = 0
+
     def ask(tokens: list[int], local: bool = False) -> Output:
-        if not local:
-            time.sleep(4.0)  # what is being written keeps its slots, and there are only four
+        nonlocal stored
+        if not local:  # what is being written keeps its slots, and there are only four
+            until(lambda: engine.stats().get('written_blocks{tier="directory"}', 0) == stored, 30.0, every=0.05)
             engine.reset_prefix_cache()
-        return engine.generate([tokens])[0]
+        output = engine.generate([tokens])[0]
+        stored += 0 if output.cached_tokens else len(tokens) // BLOCK
+        return output
 
     prompts = [prompt(941, 3), prompt(942, 3)]
     first = [ask(tokens) for tokens in prompts]
@@ -313,10 +318,7 @@ def test_h70_two_ranks_of_kvpact_find_in_a_shared_tier_what_the_step_is_to_compu
             assert hit.cached_tokens == local.cached_tokens == 3 * BLOCK
             assert hit.same_answer(local)
             assert hit.tokens == expected.tokens
-    until = time.monotonic() + 30.0
-    while engine.stats().get("step_hits") != 4:
-        assert time.monotonic() < until, engine.stats()
-        ask(prompt(943, 1))
+    until(lambda: ask(prompt(943, 1)) and engine.stats().get("step_hits") == 4, 30.0)
     stats = engine.stats()
     assert stats["loaded_tokens"] == stats["used_tokens"] == 4 * 3 * BLOCK
     assert stats['read_blocks{tier="directory"}'] == 4 * 2, "the third was in memory"

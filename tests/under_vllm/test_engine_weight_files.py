@@ -18,6 +18,7 @@ from hub_cache import add_commit
 from kvpact.metrics import series
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.messages import Output
+from polling import until
 
 pytestmark = pytest.mark.engine
 
@@ -44,13 +45,6 @@ def change_embeddings(model: Path) -> None:
 
 def has_written(engine: EngineProcess, blocks: int) -> bool:
     return bool(engine.stats().get(WRITTEN, 0) == blocks)
-
-
-def wait_for(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 def start(model: object, directory: Path, environment: Mapping[str, str], **transfer: Any) -> EngineProcess:
@@ -91,9 +85,9 @@ def test_h39_an_engine_serves_before_its_weights_are_told_and_a_restart_finds_wh
         assert same_answers(from_memory, local)
         assert not (tmp_path / "slabs").exists()
         goes_on.touch()
-        wait_for(lambda: "the weights are told from others" in engine.log.read_text())
+        until(lambda: "the weights are told from others" in engine.log.read_text())
         # An idle engine takes no step, and the tier may open only after the next one.
-        wait_for(lambda: bool(engine.generate([prompt(4_500, 0)])) and engine.stats().get(WRITTEN, 0) == 2 * BLOCKS)
+        until(lambda: bool(engine.generate([prompt(4_500, 0)])) and engine.stats().get(WRITTEN, 0) == 2 * BLOCKS)
         engine.discard()
     goes_on.unlink()
     with start(model, tmp_path, slow, **faulty) as engine:
@@ -141,7 +135,7 @@ def assert_nothing_in_common(
             engine.reset_prefix_cache()
             answers.append(engine.generate(PROMPTS))
             assert cached(answers[-1]) == [BLOCKS * BLOCK] * 2
-            wait_for(partial(has_written, engine, 2 * BLOCKS))
+            until(partial(has_written, engine, 2 * BLOCKS))
             engine.discard()
         change_embeddings(model)
     assert not same_answers(*answers), "the weights are others"

@@ -35,6 +35,7 @@ from kvpact.metrics import series
 from kvpact.tiers.disk.inspection import scan_directory
 from kvpact_testkit.demo.engine import CORES, counts_in, one_core_each, session_members
 from leftovers import slabs_still_locked
+from polling import until
 from servers.http_server import STOP_SECONDS, Answer, Server, users_environment
 from slab_scenes import files_in
 
@@ -239,8 +240,7 @@ def test_h105_h115_what_runs_at_sigterm_is_answered_stored_and_counted(
     server = start(house.command("kvpact serve"), KVPACT_STATS_FILE=str(stats))
     for tokens in PROMPTS:
         server.ask(tokens)
-    time.sleep(1.0)
-    assert server.metrics()["vllm:kvpact_lookups_total"] == len(PROMPTS)
+    until(lambda: server.metrics()["vllm:kvpact_lookups_total"] == len(PROMPTS), every=0.05)
     long, answers = prompt(1_500, BLOCKS), list[Answer]()
     asks = threading.Thread(target=lambda: answers.append(server.ask(long, max_tokens=LONG)))
     asks.start()

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from documents import ROOT
 from engines import BLOCK, prompt
 from kvpact_command import kvpact, own_sockets
+from polling import until
 from servers.http_server import Server, tiny_server
 from servers.prometheus_server import judge_rules, prometheus_server
 from servers.redis_server import RedisServer, free_ports, redis_server
@@ -100,9 +100,7 @@ def status(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 def once(what: Callable[[], bool], seconds: float = 30.0) -> None:
     """vLLM updates its page with its steps, and once more before it rests."""
-    deadline = time.monotonic() + seconds
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.2)
+    until(what, seconds)
 
 
 def has_counted(arguments: tuple[str, ...], tokens: int) -> bool:

@@ -19,6 +19,7 @@ from kvpact.cache import late_tiers
 from kvpact.errors import ConfigError
 from kvpact.identity import base_weights, weights
 from kvpact.threads import LOW_PRIORITY
+from polling import until
 from servers.redis_server import redis_server
 from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt, step_until
 
@@ -158,9 +159,7 @@ def test_what_was_opened_at_the_end_is_closed(
     """Another engine can have the slab at once."""
     engine = start()
     reading.end()
-    until = time.monotonic() + 10.0
-    while not list((tmp_path / "slabs").glob("kvpact/*.slab")) and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: list((tmp_path / "slabs").glob("kvpact/*.slab")))
     engine.close()
     assert_right(start(), PROMPTS, 0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from engines import kvpact_transfer_config, leases_when
 from forked_engine import ForkedEngine
 from kvpact_testkit.demo.engine import EngineSettings
 from leftovers import named_shared_memory, orphaned_shared_memory, shared_memory, slabs_still_locked
+from polling import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -129,9 +129,7 @@ def test_two_ranks_store_once_die_and_one_rank_loads_it(mla_model: Path, tmp_pat
         (storing,) = [pid for pid, name in engine.processes().items() if "TP0" in name]
         of_vllm = named_shared_memory(engine.processes())
         os.kill(storing, signal.SIGKILL)
-        until = time.monotonic() + 60
-        while len(engine.processes()) > 1 and time.monotonic() < until:
-            time.sleep(0.1)
+        until(lambda: len(engine.processes()) <= 1)
     finally:
         engine.kill()
     assert engine.processes() == {}

@@ -45,6 +45,7 @@ from kvpact.tiers.disk.slab import Slab
 from kvpact.vllm import content_digests, request_identity
 from kvpact.vllm.media_contents import MediaContents
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
+from polling import until
 from vllm_played_engine import PlayedEngine, answer
 
 BLOCK = 4
@@ -87,19 +88,13 @@ def make(tokens: Sequence[int] | None = TOKENS, **fields: Any) -> Request:
 
 def settled(view: VllmRequest) -> RequestIdentity | None:
     """The identity once nothing is under way any more."""
-    deadline = time.monotonic() + 60
-    while view.awaits_identity:
-        assert time.monotonic() < deadline, "a digest never came"
-        time.sleep(0.001)
+    until(lambda: not view.awaits_identity, what="a digest never came")
     return view.identity
 
 
 def changed(view: VllmRequest, before: RequestIdentity | None) -> RequestIdentity | None:
     """The identity once it is not `before` any more."""
-    deadline = time.monotonic() + 60
-    while view.identity is before:
-        assert time.monotonic() < deadline, "the identity stays"
-        time.sleep(0.001)
+    until(lambda: view.identity is not before, what="the identity stays")
     return view.identity
 
 
@@ -424,10 +419,7 @@ def test_h67_no_input_of_users_fills_a_map_without_bound(tmp_path: Path) -> None
     media = MediaContents(thread, most=3)
     features = [picture(1.0, f"uuid-{number}" * 1000) for number in range(50)]
     contents = [media.ask(feature) for feature in features]
-    deadline = time.monotonic() + 60
-    while not (all(one.is_done for one in pending) and all(one.is_known for one in contents if one)):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: all(one.is_done for one in pending) and all(one.is_known for one in contents if one))
     assert len(adapters) == 3
     assert len(media) == 3
 

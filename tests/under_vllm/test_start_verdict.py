@@ -24,7 +24,7 @@ from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.vllm import checks, groups
 from kvpact_command import kvpact, own_sockets, refusal
 from kvpact_testkit.vllm import compat
-from scenes import until
+from polling import until
 from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
 
 PROMPT = make_prompt(1, 3)

@@ -22,6 +22,7 @@ from kvpact.tiers.breaker import FIRST_PAUSE_S
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.vllm.connector import PactConnector
 from kvpact.vllm.step_hook import StepHook
+from polling import until
 from vllm_played_engine import BLOCK, PlayedEngine, answer, flush, make_prompt
 
 PROMPTS = [make_prompt(seed, 6) for seed in range(4)]
@@ -262,14 +263,14 @@ def test_a_store_that_is_slow_costs_its_deadline_and_then_nothing(
     start: Callable[..., PlayedEngine], filled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(filled, match_at="step", step_deadline="50ms")
-    get = SharedTier.get
-
-    asked = []
+    get, go_on, asked, ended = SharedTier.get, threading.Event(), list[int](), list[int]()
 
     def slow(*arguments: Any, **options: Any) -> list[bool]:
-        asked.append(time.monotonic())
-        time.sleep(0.3)
-        return get(*arguments, **options)
+        asked.append(1)
+        assert go_on.wait(20.0)
+        found = get(*arguments, **options)
+        ended.append(1)
+        return found
 
     monkeypatch.setattr(SharedTier, "get", slow)
     began = time.monotonic()
@@ -281,7 +282,8 @@ def test_a_store_that_is_slow_costs_its_deadline_and_then_nothing(
     assert engine.counts["step_hits"] == 0
     tries = (time.monotonic() - began) / FIRST_PAUSE_S
     assert 1 <= len(asked) <= 3 + tries, "the breaker should have opened; a read that waits for a thread is late too"
-    time.sleep(0.7)
+    go_on.set()
+    until(lambda: len(ended) == len(asked))
     engine.forget()
     engine.assert_at_rest()
     # What was read too late went into memory of its own: the slots hold what the engine saved meanwhile.

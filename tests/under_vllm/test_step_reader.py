@@ -99,17 +99,20 @@ def test_nothing_is_waited_for_beyond_the_deadline_and_nothing_late_is_kept(
     reader, slots = store.reader(0)
     assert reader.read(store.address, [Wanted(1, KEYS[:4], 0, [0, 1, 2, 3])], ALL)[0] == {1: 4}
     slots.clear()
-    get = tiers[0].get
+    get, go_on, ended = tiers[0].get, threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.8)
-        return get(*arguments, **options)
+        assert go_on.wait(20.0)
+        found = get(*arguments, **options)
+        ended.set()
+        return found
 
     monkeypatch.setattr(tiers[0], "get", slow)
     began = time.monotonic()
     assert reader.read(store.address, [Wanted(2, KEYS[:4], 0, [4, 5, 6, 7])], ALL) == ({2: 0}, ())
     assert time.monotonic() - began >= 0.3
-    time.sleep(1.2)
+    go_on.set()
+    assert ended.wait(20.0)
     assert reader.read(store.address, [Wanted(3, KEYS[:1], 1, [])], ALL) == ({3: 0}, ()), "nothing is wanted"
     assert slots == {}
 

@@ -14,12 +14,13 @@ from kvpact.config import load_config
 from kvpact.contract import SaveJob, StepWork
 from kvpact.memory.prefault import PIECE_BYTES, PageTaker
 from kvpact.worker.worker import CacheWorker, RankInfo
+from polling import until
 
 MIB = 1 << 20
 BLOCKS = 8
 MEMORY_MIB = 400
 AHEAD_BYTES = 32 * MIB
-REST_SECONDS = 2.0
+REST_SECONDS = 0.3
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorker]:
 
 def test_a_save_has_the_pages_after_its_slots_taken_and_a_step_holds_back_all_others(worker: CacheWorker) -> None:
     _wait_for(worker, AHEAD_BYTES)
-    time.sleep(REST_SECONDS + 0.5)
+    time.sleep(2 * REST_SECONDS)
     assert _taken(worker) == AHEAD_BYTES, "more was taken than the window, while the engine computes"
     worker.start_loads(StepWork(saves=(SaveJob(1, "request", 0, (50, 51), (0, 1)),)))
     _wait_for(worker, AHEAD_BYTES + 52 * MIB)
@@ -58,7 +59,4 @@ def _taken(worker: CacheWorker) -> int:
 
 
 def _wait_for(worker: CacheWorker, size: int) -> None:
-    deadline = time.monotonic() + 60
-    while _taken(worker) < size:
-        assert time.monotonic() < deadline, f"{_taken(worker)} of {size} bytes are taken"
-        time.sleep(0.02)
+    until(lambda: _taken(worker) >= size, 60.0, f"{size} bytes are taken")

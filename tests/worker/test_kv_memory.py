@@ -16,6 +16,7 @@ from kvpact.wire import StepMessage
 from kvpact.worker.kv_memory import KVMemory
 from kvpact.worker.worker import CacheWorker, RankInfo
 from kvpact_testkit.device.played import OnDevice, PlayedDevice
+from polling import until
 
 torch = pytest.importorskip("torch")
 
@@ -204,9 +205,7 @@ class Hanging:
         self.goes_on = False
 
     def __call__(self, group: int, plan: object) -> None:
-        until = time.monotonic() + 10
-        while not self.goes_on and time.monotonic() < until:
-            time.sleep(0.001)
+        until(lambda: self.goes_on)
         self.gather(group, plan)
 
 

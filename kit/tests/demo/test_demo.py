@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from io import StringIO
@@ -41,6 +40,7 @@ from kvpact_testkit.demo.phases import (
 )
 from kvpact_testkit.demo.report import judge, show
 from kvpact_testkit.demo.text import QUESTIONS, corpus, documents
+from polling import until
 
 PROMPT_TOKENS = 300
 REUSABLE = 256
@@ -225,21 +225,14 @@ def test_a_worker_loads_on_all_cores_and_computes_on_its_own() -> None:
         name = "python -c from multiprocessing.spawn import spawn_main"
         engine: Any = SimpleNamespace(processes=lambda: {worker.pid: name})
         with loading_on_all_cores(engine):
-            wait_until(lambda: os.sched_getaffinity(worker.pid) == everywhere)
+            until(lambda: os.sched_getaffinity(worker.pid) == everywhere)
             name = "VLLM::Worker"
-            wait_until(lambda: os.sched_getaffinity(worker.pid) == home)
+            until(lambda: os.sched_getaffinity(worker.pid) == home)
         name = "another life, that ends while it still loads"
         with loading_on_all_cores(engine):
-            wait_until(lambda: os.sched_getaffinity(worker.pid) == everywhere)
+            until(lambda: os.sched_getaffinity(worker.pid) == everywhere)
         assert os.sched_getaffinity(worker.pid) == home
         worker.kill()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.proof
@@ -256,9 +249,7 @@ with engine.frozen():
 """
     parent = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert parent.returncode == -signal.SIGKILL, parent.stderr
-    deadline = time.monotonic() + 60
-    while session_members(int(parent.stdout)) and time.monotonic() < deadline:
-        time.sleep(0.5)
+    until(lambda: not session_members(int(parent.stdout)))
     assert session_members(int(parent.stdout)) == {}
 
 
@@ -277,7 +268,7 @@ def test_a_small_run_on_real_engines_passes(tiny_model: Path, tmp_path: Path) ->
     before = set(Path("/dev/shm").glob("psm_*"))
     report = judge(run_phases(tiny_model, corpus(), tmp_path, plan, say=print))
     left = set(Path("/dev/shm").glob("psm_*")) - before  # vLLM's own; no other engine runs beside this proof
-    wait_until(lambda: not any(path.exists() for path in left))
+    until(lambda: not any(path.exists() for path in left))
     assert report.failures == []
     assert report.used >= 4 * 1024
     assert report.model.startswith("4 layers x hidden 256")

@@ -29,6 +29,7 @@ from kvpact.worker.device.opened import OpenedDevice
 from kvpact.worker.round_trip import require_round_trip
 from kvpact_testkit.device.hostile_driver import HostileError
 from kvpact_testkit.device.played import PlayedDevice
+from polling import until
 
 ONE_CLASS_AND_SEVERAL = ("inside blocks", *SIZED)
 """Layouts by how many classes their slots have."""
@@ -126,9 +127,7 @@ def test_pinning_goes_on_after_the_start_ahead_of_use(bed: Bed, monkeypatch: pyt
     monkeypatch.setattr(device, "register", slow)
     engine = OpenedDevice(CONFIG, bed.paged, bed.segment, device)
     assert 3 <= bed.segment.usable_slots < SLOTS
-    until = time.monotonic() + 10
-    while bed.segment.usable_slots < SLOTS:
-        assert time.monotonic() < until
+    until(lambda: bed.segment.usable_slots >= SLOTS)
     assert len(seen) > 3
     assert all(usable <= pinned for usable, pinned in seen)
     assert device.driver.pinned_bytes == SLOTS * size

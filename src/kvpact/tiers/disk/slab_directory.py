@@ -270,8 +270,8 @@ class SlabDirectory:
             for item in removable:
                 if excess > 0 and self._remove_unused(item.path):
                     excess -= item.file_bytes
+        said = self._unremovable.tell()
         if excess > 0:
-            said = self._unremovable.tell()
             raise NoRoomYet(
                 f"other slabs leave {excess} bytes too little of the directory's {self.capacity_bytes}"
                 f"{'; ' if said else ''}{said}"
