@@ -1,1 +1,1 @@
-"""Which blocks one place holds, and which is evicted next."""
+"""Index of the blocks that one place holds, and the order of their eviction."""

@@ -1,4 +1,4 @@
-"""What one place (the arena, a slab) holds: block keys, their slots, the pins on them, and what is evicted next.
+"""Index of one place (the arena, a slab): block keys, their slots, the pins on them, and eviction.
 
 Owns the chains of blocks, closed under prefixes: a block is held only if every block before it is. Never touches the
 bytes in a slot, a clock or a lock; its owner does I/O and serialises calls.
@@ -29,7 +29,7 @@ from kvpact.index.table import SlotState as SlotState
 
 @dataclass(eq=False, slots=True)
 class Pin:
-    """One reference to a block and the whole chain before it; released with `BlockIndex.unpin`, exactly once."""
+    """Reference to a block and the whole chain before it; released with `BlockIndex.unpin`, exactly once."""
 
     key: BlockKey
     slot: int
@@ -37,7 +37,7 @@ class Pin:
 
 
 class BlockIndex:
-    """Which block lies in which of `num_slots` slots, what may be served, and what is evicted when room is needed."""
+    """Map of block keys to `num_slots` slots; says which blocks may be served and evicts when room is needed."""
 
     __slots__ = ("_losses", "_pinned", "_pins", "_table", "num_slots", "space")
 
@@ -50,14 +50,14 @@ class BlockIndex:
         classes: int = 1,
         chain_class: int = 0,
     ) -> None:
-        """Only the first `usable_slots` slots are handed out, until `use_slots` says otherwise; None: all.
+        """Hand out only the first `usable_slots` slots, until `use_slots` says otherwise; None: all.
 
         With a `space` its rows are the slots, of so many classes, and the chains' are of `chain_class`.
         """
         if num_slots < 1:
             raise ValueError(f"an index needs at least 1 slot, not {num_slots}")
         self.space: SlotSpace = space or PlainSlots(num_slots, usable_slots)
-        """Which slots are free."""
+        """Free slots."""
         self.num_slots = self.space.num_rows
         self._table = Table(self.space, classes, chain_class)
         self._losses = Losses(self._table)
@@ -73,16 +73,16 @@ class BlockIndex:
     # Lookups
 
     def held_prefix(self, keys: Sequence[BlockKey], end: int | None = None) -> int:
-        """How many blocks from the start of the chain `keys[:end]` may be served. O(log n) probes (H55)."""
+        """Number of blocks from the start of the chain `keys[:end]` that may be served. O(log n) probes (H55)."""
         return bisect_left(keys, True, hi=end, key=lambda key: not self.is_held(key))
 
     def known_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """How many blocks from the start of the chain `keys` need not be saved: held, or on their way. O(log n)."""
+        """Number of blocks from the start of the chain `keys` that are held or being written. O(log n)."""
         find = self._table.keys.find
         return bisect_left(keys, True, key=lambda key: find(key) == NONE)
 
     def is_held(self, key: BlockKey) -> bool:
-        """Whether the block and every block before it are filled."""
+        """True if the block and every block before it are filled."""
         row = self._table.keys.find(key)
         return row != NONE and self._table.state[row] == HELD
 
@@ -101,11 +101,11 @@ class BlockIndex:
         return row
 
     def is_last(self, key: BlockKey) -> bool:
-        """Whether no known block of its chain follows the known block `key`. Raises PactViolation if it is unknown."""
+        """True if no known block of a chain follows the known block `key`. Raises PactViolation if it is unknown."""
         return self._table.links.first_child[self.slot(key)] == NONE
 
     def slots_of(self, keys: Iterable[BlockKey]) -> list[int]:
-        """The slots of known blocks, in order. Raises PactViolation if one is unknown."""
+        """Slots of known blocks, in order. Raises PactViolation if one is unknown."""
         wanted = keys if isinstance(keys, list | tuple) else list(keys)
         if len(wanted) < FEW:
             return [self.slot(key) for key in wanted]
@@ -116,7 +116,7 @@ class BlockIndex:
         return slots
 
     def slots_to(self, row: int, count: int) -> Sequence[int]:
-        """The slots of the last `count` blocks of the chain up to that in slot `row`, in order; it has so many.
+        """Slots of the last `count` blocks of the chain up to that in slot `row`, in order; it has so many.
 
         Neighbours are a range. A step for each run.
         """
@@ -130,25 +130,25 @@ class BlockIndex:
         return runs[0] if len(runs) == 1 else [row for run in reversed(runs) for row in run]
 
     def find_each(self, keys: Sequence[BlockKey]) -> RowArray:
-        """The slot of each block, `NONE` where it is unknown."""
+        """Slot of each block, `NONE` where it is unknown."""
         if len(keys) < FEW:
             return np.array([*map(self._table.keys.find, keys)], np.int64)
         return self._table.keys.find_each(self._table.keys.names(keys))
 
     def held_slots(self, keys: Sequence[BlockKey]) -> RowArray:
-        """The slot of each block that may be served, `NONE` for the others."""
+        """Slot of each block that may be served, `NONE` for the others."""
         slots = self.find_each(keys)
         slots[self._table.state_each[slots] != HELD] = NONE
         return slots
 
     def ends(self, slots: RowArray) -> NDArray[np.bool_]:
-        """Which of the known blocks in `slots` are not followed by the one that comes next there."""
+        """Mask of the known blocks in `slots` that are not parents of the next one there."""
         ends = np.ones(len(slots), np.bool_)
         ends[:-1] = self._table.links.parent_each[slots[1:]] != slots[:-1]
         return ends
 
     def chain(self, key: BlockKey) -> list[BlockKey]:
-        """The known block `key` and all before it, the first one first; of `ROOT` none. O(n).
+        """Keys of the known block `key` and all before it, the first one first; of `ROOT` none. O(n).
 
         Raises PactViolation if the key is unknown.
         """
@@ -161,18 +161,18 @@ class BlockIndex:
         return keys[::-1]
 
     def key_at(self, slot: int) -> BlockKey | None:
-        """The block that `slot` is known by; None if the slot is free or its block was dropped while in use."""
+        """Key of the block in `slot`; None if the slot is free or its block was dropped while in use."""
         return self._table.keys.key(slot) if self._is_known(slot) else None
 
     def _is_known(self, slot: int) -> bool:
         return self._table.state[slot] in (RESERVED, SAVED, HELD) and slot != self._table.root
 
     def is_side(self, slot: int) -> bool:
-        """Whether the known block in `slot` is a side block: it hangs on a chain's block and has none after it."""
+        """True if the known block in `slot` is a side block: attached to a chain's block, with none after it."""
         return bool(self._table.links.is_side[slot])
 
     def state(self, slot: int) -> SlotState:
-        """The state of `slot`."""
+        """State of `slot`."""
         return SlotState(self._table.state[slot])
 
     @property
@@ -187,7 +187,7 @@ class BlockIndex:
 
     @property
     def usable_slots(self) -> int:
-        """Slots, or extents of a space, below this are handed out."""
+        """Number of slots, or extents of a space, that are handed out: the first ones."""
         return self.space.usable
 
     @property
@@ -227,7 +227,7 @@ class BlockIndex:
         return [lost for slot in withdrawn if self._is_known(slot) for lost in self._table.remove(slot)]
 
     def reservable(self, parent: BlockKey = ROOT, wanted: int = 0, slot_class: int | None = None) -> int:
-        """How many slots a reservation after `parent` would get now, exactly: the free and the evictable ones.
+        """Number of slots that a reservation after `parent` would get now, exactly: the free and the evictable ones.
 
         Of the chains' class, or of another one. If more are `wanted` than are free, the space may give the class more
         memory. Raises PactViolation if `parent` is unknown.
@@ -248,16 +248,16 @@ class BlockIndex:
     def evict_ahead(self, most: int) -> int:
         """Evict before room is needed, at most `most` blocks of each class; returns how many blocks went.
 
-        How many slots are kept free then, `Losses.evict_ahead` says.
+        `Losses.evict_ahead` says how many slots are kept free.
         """
         return self._losses.evict_ahead(most)
 
     def reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> Reservation | None:
-        """Slots for `keys[start:end]` of the chain `keys`, all or none; None, and nothing changed, if there is no room.
+        """Reserve slots for `keys[start:end]` of the chain `keys`, all or none; without room None, and no change.
 
-        Room is made by evicting held blocks that nothing needs, least recently used first and a chain's tail before its
-        head, never the chain that is being extended. Raises PactViolation if the first of the blocks is known already,
-        or the one before it is not; those after an unknown one are unknown.
+        Held blocks that nothing needs are evicted for it, in the order of the eviction policy and a chain's tail before
+        its head, never the chain that is being extended. Raises PactViolation if the first of the blocks is known
+        already, or the one before it is not; those after an unknown one are unknown.
         """
         if not 0 <= start <= end <= len(keys):
             raise PactViolation(f"cannot reserve blocks [{start}, {end}) of a chain of {len(keys)}")
@@ -275,7 +275,7 @@ class BlockIndex:
     def reserve_sides(
         self, keys: Sequence[BlockKey], parents: Sequence[BlockKey], slot_class: int = 0
     ) -> Reservation | None:
-        """Slots for side blocks: `keys[i]` hangs on the chain's block `parents[i]`. All or none, as with `reserve`.
+        """Reserve slots for side blocks: `keys[i]` is attached to the chain's block `parents[i]`. All or none.
 
         The `parents` are of one chain, the last of them after all others; nothing of that chain is evicted for them.
         Raises PactViolation if one of the keys is known already, or a parent is not, or is a side block itself.
@@ -285,14 +285,14 @@ class BlockIndex:
         rows = self.slots_of(parents)
         are_new = len(set(keys)) == len(keys) and (self.find_each(keys) == NONE).all()
         if not are_new or any(map(self._table.links.is_side.__getitem__, rows)):
-            raise PactViolation("side blocks to reserve are not all new, or hang on other side blocks")
+            raise PactViolation("side blocks to reserve are not all new, or are attached to other side blocks")
         reservation = self._losses.take(len(keys), slot_class, rows[-1])
         if reservation is not None:
             self._table.reserve_sides(keys, rows, reservation.slots)
         return reservation
 
     def complete(self, slots: Sequence[int]) -> list[BlockKey]:
-        """The writers of reserved `slots` are done and the bytes are good; return the blocks that became held by it.
+        """End the writers of reserved `slots` with good bytes; return the blocks that became held by it.
 
         Those may be fewer (a block before them is still being written, or they were dropped meanwhile) or more (saved
         blocks after them were waiting). Parents come before children. Raises PactViolation, and changes nothing, if a
@@ -312,7 +312,7 @@ class BlockIndex:
         return became_held
 
     def abandon(self, slots: Sequence[int]) -> list[tuple[BlockKey, int]]:
-        """The writers of reserved `slots` ended without good bytes: drop those blocks and all after them (H26).
+        """End the writers of reserved `slots` without good bytes: drop those blocks and all after them (H26).
 
         Returns what `drop` returns. Raises PactViolation, and changes nothing, if a slot has no writer.
         """
@@ -326,7 +326,7 @@ class BlockIndex:
         return removed
 
     def end_writes(self, slots: Sequence[int], good: Sequence[bool]) -> list[BlockKey]:
-        """`complete` the slots whose bytes are `good` and `abandon` the others; return the blocks that became held."""
+        """Complete the slots whose bytes are `good` and abandon the others; return the blocks that became held."""
         if all(good):
             return self.complete(slots)
         became_held = self.complete([*compress(slots, good)])
@@ -336,7 +336,7 @@ class BlockIndex:
     # Keeping
 
     def touch(self, key: BlockKey) -> None:
-        """The chain up to `key` was used. O(1). Raises PactViolation if the key is unknown."""
+        """Count a use of the chain up to `key`. O(1). Raises PactViolation if the key is unknown."""
         row = self._table.keys.find(key)
         if row == NONE:
             raise _unknown(key)
@@ -356,7 +356,7 @@ class BlockIndex:
         return Pin(key, row)
 
     def pin_each(self, keys: Sequence[BlockKey]) -> list[Pin]:
-        """What `pin` does, and `touch`, for each of `keys`."""
+        """Pin and touch each of `keys`. Raises PactViolation if one is unknown."""
         rows = self.slots_of(keys)
         self._table.policy.used(rows)
         self._pinned += len(rows)

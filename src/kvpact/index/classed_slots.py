@@ -1,7 +1,7 @@
 """Slots of several sizes in one memory: its extents, the rows in them, and how memory moves between classes of slots.
 
 Owns which class an extent belongs to and which rows are free, and the rule by which an extent changes its class as use
-changes. Knows no keys and no bytes; what is evicted is decided by the index.
+changes. Knows no keys and no bytes; the index decides what is evicted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MIN_ROWS: Final = 2
 """Rows that each class has at least: one block being served and one being saved."""
 
 MARGIN: Final = 1.15
-"""How much older the giver's least recently used block must be than the taker's, both as after the move; the square of
-it is how much the use of two classes must change before an extent returns. On a trace of conversations 1.25 hits less
+"""Ratio of ages that moves an extent: of the giver's least recently used block to the taker's, both as after the move.
+Its square is the change in the use of two classes that returns the extent. On a trace of conversations 1.25 hits less
 where memory is short, and 1.1 moves up to four times as many extents and hits no more (research/hybrid_trace.py)."""
 
 CANDIDATES: Final = 4
@@ -85,7 +85,8 @@ class ClassedSlots:
     def __init__(
         self, places: Sequence[int], num_extents: int, usable: int | None = None, rows_without_payload: int = 0
     ) -> None:
-        """`places`: per class, its slots in an extent; 0 without payload, each with `rows_without_payload` rows.
+        """Divide `num_extents` extents. `places`: per class, its slots in an extent, 0 without payload; each class
+        without payload has `rows_without_payload` rows.
 
         Only the first `usable` extents are handed out, until `use` says otherwise; None: all.
         """
@@ -110,15 +111,15 @@ class ClassedSlots:
         self.free: tuple[list[int], ...] = tuple([] for _ in self.places)
         self._class_of = array("h", [_NOBODY]) * count
         self._out = array("i", bytes(4 * count))
-        """Per extent, rows that were taken and not given back."""
+        """Number of rows of each extent that were taken and not given back."""
         self._extents: tuple[list[int], ...] = tuple([] for _ in self.places)
-        """Per class, in the order in which it got them."""
+        """Extents of each class, in the order in which it got them."""
         self._empty = [0 for _ in self.places]
-        """Per class, extents of it without a row in use."""
+        """Number of each class's extents without a row in use."""
         self._hands = [0 for _ in self.places]
-        """Per class, where the search for an extent to give goes on."""
+        """Place in each class's extents from which the search for one to give goes on."""
         self._lacked = [0 for _ in self.places]
-        """Per class, rows lacked since it last got an extent, or had no right to one."""
+        """Rows that each class has lacked since it last got an extent, or had no right to one."""
         self._draining: set[int] = set()
         """Withdrawn extents with rows in use."""
         self._spare = list(reversed(range(self.usable)))
@@ -176,7 +177,7 @@ class ClassedSlots:
         return self._class_of[extent] << CLASS_SHIFT | extent << EXTENT_SHIFT | place
 
     def extents(self, slot_class: int) -> Sequence[int]:
-        """The extents of a class, in the order in which it got them."""
+        """Extents of a class, in the order in which it got them."""
         return self._extents[slot_class] if self.places[slot_class] else ()
 
     # Extents
@@ -201,7 +202,8 @@ class ClassedSlots:
 
     def obtain(self, slot_class: int, lacking: int, blocks: Blocks) -> int:
         """See `SlotSpace`. Spare extents first, then empty ones of other classes, then one by the rule above."""
-        places, got = self.places[slot_class], 0
+        places = self.places[slot_class]
+        got = 0
         if not places:
             return 0
         while got * places < lacking and (extent := self._unused_extent(slot_class)) is not None:
@@ -237,7 +239,7 @@ class ClassedSlots:
             free[:] = [row for row in free if row not in in_use]
 
     def _rows_of(self, extent: int) -> range:
-        """The rows of an extent that a class has."""
+        """Rows of an extent that a class has."""
         start = extent * self._stride
         return range(start, start + (self.places[self._class_of[extent]] or self._stride))
 
@@ -248,8 +250,9 @@ class ClassedSlots:
         self.free[slot_class][:0] = reversed(self._rows_of(extent))
 
     def _take_away(self, extent: int) -> None:
-        """The extent's free rows are nobody's; the others when they are given back."""
-        slot_class, rows = self._class_of[extent], self._rows_of(extent)
+        """Take an extent from its class: free rows at once, the others when they are given back."""
+        slot_class = self._class_of[extent]
+        rows = self._rows_of(extent)
         self._extents[slot_class].remove(extent)
         self.free[slot_class][:] = [row for row in self.free[slot_class] if row not in rows]
         if self._out[extent]:
@@ -266,7 +269,7 @@ class ClassedSlots:
         return -(-MIN_ROWS // places) - len(self._extents[slot_class]) if places else 0
 
     def _unused_extent(self, taker: int) -> int | None:
-        """An extent without rows in use that the class may have; it belongs to no class now."""
+        """Extent without rows in use that the class may have; it belongs to no class now. None if there is none."""
         others = [each for each in range(len(self.places)) if each != taker]
         owed = sum(max(0, self._short_of_minimum(each)) for each in others)
         if len(self._spare) > (owed if self._short_of_minimum(taker) <= 0 else 0):
@@ -280,7 +283,7 @@ class ClassedSlots:
         return None
 
     def _giver(self, taker: int, blocks: Blocks) -> int | None:
-        """The class that has to give an extent to `taker`, if any: the one with the oldest blocks."""
+        """Class that has to give an extent to `taker`, if any: the one with the oldest blocks."""
         wanted = MARGIN * self._age(taker, 1, blocks)
         ages = {
             each: self._age(each, -1, blocks)
@@ -293,7 +296,8 @@ class ClassedSlots:
     def _age(self, slot_class: int, more: int, blocks: Blocks) -> float:
         """Ticks since the last use of the block that the class evicts next, as with so many extents more; 0 if it has
         nothing to evict."""
-        count, row = len(self._extents[slot_class]), blocks.oldest(slot_class)
+        count = len(self._extents[slot_class])
+        row = blocks.oldest(slot_class)
         if row is None or not count:
             return 0.0
         return (blocks.now - (blocks.last_use(row) or 0)) * (count + more) / count
@@ -313,8 +317,9 @@ class ClassedSlots:
         return False
 
     def _candidates(self, giver: int, blocks: Blocks) -> list[int]:
-        """Some extents of a class, the ones with the oldest blocks first; the victim's and the next in turn."""
-        extents, victim = self._extents[giver], blocks.oldest(giver)
+        """Extents of a class to try, the ones with the oldest blocks first: the victim's and the next in turn."""
+        extents = self._extents[giver]
+        victim = blocks.oldest(giver)
         hand = self._hands[giver] = self._hands[giver] % len(extents)
         self._hands[giver] += CANDIDATES
         looked_at = dict.fromkeys([] if victim is None else [victim // self._stride])
@@ -343,6 +348,6 @@ class ClassedSlots:
 
 
 def _mean_use(rows: range, blocks: Blocks) -> float:
-    """When their blocks were last used, on average, by a sample; infinite if one is needed."""
+    """Tick of the last use of their blocks, on average, by a sample; infinite if one is needed."""
     uses = [blocks.last_use(row) for row in rows[:: -(-len(rows) // SAMPLES)]]
     return sum(inf if use is None else use for use in uses) / len(uses)

@@ -1,4 +1,4 @@
-"""Which key lies in which row, for millions of rows: the keys in one buffer, found through a table of numbers.
+"""Table of keys, for millions of rows: the keys in one buffer, found through a hash table of numbers.
 
 Owns the keys' bytes and the table. Knows no chains and no states; its owner says which rows are in use.
 """
@@ -22,7 +22,7 @@ NONE: Final = -1
 MAX_ROWS: Final = 1 << 30
 
 FEW: Final = 8
-"""Below this many rows a loop over them is cheaper than calls of numpy."""
+"""Number of rows below which a loop is cheaper than calls of numpy."""
 
 RowArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -33,7 +33,7 @@ _WORDS: Final = KEY_BYTES // 8
 _WHOLE: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 _ONE_BY_ONE: Final = 24
-"""Keys that are not the first of their lists are followed one by one up to this number."""
+"""Most keys that are followed through their lists one by one."""
 _ENDS = struct.Struct(f"<Q{KEY_BYTES - 16}xQ").unpack
 
 
@@ -47,7 +47,7 @@ def zeros(rows: int, kind: str) -> tuple[NDArray[np.int_], memoryview]:
 
 
 class KeyTable:
-    """The keys of rows. 44 to 52 bytes a row: a key, a link, and a table of two to four entries a row.
+    """Keys of rows. 44 to 52 bytes a row: a key, a link, and a table of two to four entries a row.
 
     Clients choose what a key is the digest of, and may try out many (H110). So the hash has a secret: the first word
     XOR the last one, times an odd number that each table draws and nobody stores, and of that the top bits. Whichever
@@ -64,7 +64,7 @@ class KeyTable:
                  "_shift", "_words", "_words_each")  # fmt: skip
 
     def __init__(self, num_rows: int) -> None:
-        """No row has a key. The last row must never get one."""
+        """Make a table without keys; the last row must never get one. Raises ValueError for too many rows."""
         if num_rows > MAX_ROWS:
             raise ValueError(f"an index has at most {MAX_ROWS} rows, not {num_rows}")
         self._bytes = mmap.mmap(-1, num_rows * KEY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -85,12 +85,13 @@ class KeyTable:
     # One key
 
     def find(self, key: BlockKey) -> int:
-        """The row of a key; NONE if it is unknown, or empty: the root's."""
+        """Row of a key; NONE if it is unknown, or empty: the root's."""
         if not key:
             return NONE
         first, last = _ENDS(key)
         row: int = self._heads[((first ^ last) * self._factor & _WHOLE) >> self._shift] - 1
-        stored, following = self._bytes, self._next
+        stored = self._bytes
+        following = self._next
         while row >= 0:
             at = row * KEY_BYTES
             if stored[at : at + KEY_BYTES] == key:
@@ -99,7 +100,7 @@ class KeyTable:
         return NONE
 
     def key(self, row: int) -> BlockKey:
-        """The key of a row that has one."""
+        """Key of a row that has one."""
         at = row * KEY_BYTES
         return self._bytes[at : at + KEY_BYTES]
 
@@ -119,7 +120,8 @@ class KeyTable:
         self._count -= 1
 
     def _unlist(self, row: int, bucket: int) -> None:
-        heads, following = self._heads, self._next
+        heads = self._heads
+        following = self._next
         link = heads[bucket]
         if link == row + 1:
             heads[bucket] = following[row]
@@ -129,18 +131,20 @@ class KeyTable:
         following[link - 1] = following[row]
 
     def _bucket(self, row: int) -> int:
-        at, words = row * _WORDS, self._words_each
+        at = row * _WORDS
+        words = self._words_each
         return ((words[at] ^ words[at + _WORDS - 1]) * self._factor & _WHOLE) >> self._shift
 
     # Many keys
 
     def names(self, keys: Sequence[BlockKey]) -> Names:
-        """The keys as numbers, for the other methods."""
+        """Keys as numbers, for the other methods."""
         return np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _WORDS)
 
     def find_each(self, names: Names) -> RowArray:
-        """The row of each key; NONE for the unknown ones."""
-        wanted, words = names[:, 0], self._words[:, 0]
+        """Row of each key; NONE for the unknown ones."""
+        wanted = names[:, 0]
+        words = self._words[:, 0]
         rows = self._heads_each[self._buckets(names)].astype(np.int64)
         rows -= 1
         (left,) = ((words[rows] != wanted) & (rows >= 0)).nonzero()
@@ -162,7 +166,7 @@ class KeyTable:
         return buckets.view(np.int64)
 
     def _tell_apart(self, rows: RowArray, there: bytes, sought: bytes) -> None:
-        """Go on from rows whose keys have only their first words in common with those that are sought."""
+        """Replace, in `rows`, rows whose keys share only the first word with the sought ones."""
         pairs = (np.frombuffer(each, np.uint64).reshape(-1, _WORDS) for each in (there, sought))
         for index in ((rows >= 0) & np.not_equal(*pairs).any(axis=1)).nonzero()[0].tolist():
             rows[index] = self._find_after(int(rows[index]), sought[index * KEY_BYTES : (index + 1) * KEY_BYTES])
@@ -173,7 +177,7 @@ class KeyTable:
         return row
 
     def keys(self, rows: slice | RowArray) -> list[BlockKey]:
-        """The keys of rows that have one."""
+        """Keys of rows that have one."""
         keys: list[BlockKey] = self._records[rows].tolist()
         return keys
 
@@ -186,20 +190,23 @@ class KeyTable:
 
     def _enlist(self, buckets: RowArray, rows: RowArray) -> None:
         """Enter rows into their lists; of several in one list the last one comes in at each turn."""
-        heads, following = self._heads_each, self._next_each
+        heads = self._heads_each
+        following = self._next_each
         while True:
             following[rows] = heads[buckets]
             heads[buckets] = rows + 1
             late = heads[buckets] != rows + 1
             if not late.any():
                 return
-            buckets, rows = buckets[late], rows[late]
+            buckets = buckets[late]
+            rows = rows[late]
 
     # Hidden keys, which only these methods find: they belong to rows whose chain is not known to be whole yet
 
     def find_either(self, names: Names) -> RowArray:
-        """Return the row of each key, also of hidden ones; NONE for the unknown ones."""
-        wanted, words = names[:, 0], self._words[:, 0]
+        """Row of each key, also of hidden ones; NONE for the unknown ones."""
+        wanted = names[:, 0]
+        words = self._words[:, 0]
         rows = self._heads_each[self._buckets(names)].astype(np.int64)
         rows -= 1
         left = np.flatnonzero(rows >= 0)
@@ -208,19 +215,23 @@ class KeyTable:
             step = self._next_each[rows[left]].astype(np.int64)
             step -= 1
             rows[left] = step
-            left, step = left[step >= 0], step[step >= 0]
+            left = left[step >= 0]
+            step = step[step >= 0]
             left = left[_differ(words[step], wanted[left])]
         found = np.flatnonzero(rows >= 0)
-        there, sought = self._words[rows[found]], names[found]
+        there = self._words[rows[found]]
+        sought = names[found]
         for index in found[((there != sought).any(axis=1) & (there != ~sought).any(axis=1))].tolist():
-            name, hidden, row = names[index].tobytes(), (~names[index]).tobytes(), int(rows[index])
+            name = names[index].tobytes()
+            hidden = (~names[index]).tobytes()
+            row = int(rows[index])
             while row >= 0 and self._bytes[row * KEY_BYTES : (row + 1) * KEY_BYTES] not in (name, hidden):
                 row = self._next[row] - 1
             rows[index] = row
         return rows
 
     def add_hidden(self, names: Names, rows: RowArray) -> None:
-        """Give hidden keys, which are in the table neither so nor openly, to rows without one."""
+        """Give keys, hidden ones, to rows without one; neither they nor their open forms are in the table."""
         self._words[rows] = ~names
         self._enlist(self._buckets(names), rows)
 
@@ -235,7 +246,7 @@ class KeyTable:
         self._count -= len(rows)
 
     def names_at(self, rows: RowArray) -> Names:
-        """The keys of rows as numbers."""
+        """Keys of rows, as numbers."""
         return self._words[rows]
 
     def remove_each(self, rows: Sequence[int] | RowArray) -> None:
@@ -254,7 +265,7 @@ class KeyTable:
             self._unlist(row, bucket)
 
     def lists(self) -> Iterator[int]:
-        """Every row that has a key, as the table has them, for checks.
+        """Rows that have a key, in the table's order, for checks.
 
         Raises PactViolation for a row in a wrong list.
         """
@@ -268,5 +279,5 @@ class KeyTable:
 
 
 def _differ(words: Names, wanted: Names) -> NDArray[np.bool_]:
-    """Whether each word is neither the wanted one nor, as in a hidden key, its complement."""
+    """Mask of the words that are neither the wanted one nor, as in a hidden key, its complement."""
     return (words ^ wanted) + np.uint64(1) > 1

@@ -1,6 +1,6 @@
-"""Links between the rows of an index: which row follows which in chains, and which are attached to them.
+"""Links between the rows of an index: the chains, and the rows attached to them.
 
-Owns parents, children and runs; others read its columns. Knows no keys, and not what lies in a row.
+Owns parents, children and runs; others read its columns. Knows no keys and no states.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from kvpact.errors import PactViolation
 from kvpact.index.key_table import FEW, NONE, RowArray, zeros
 
 _PART: Final = 1 << 16
-"""Rows that are worked on at once where all rows are, so that temporary arrays stay small."""
+"""Number of rows in one pass over all rows, so that temporary arrays stay small."""
 
 
 def selection(rows: Sequence[int]) -> slice | RowArray:
     """Index of an array for some rows, in this order: neighbours as a slice, which costs least."""
     if isinstance(rows, range):
         return slice(rows.start, rows.stop)
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     if last - first == len(rows) - 1 and tuple(rows) == tuple(range(first, last + 1)):
         return slice(first, last + 1)
     return np.array(rows, np.int64)
@@ -93,7 +94,8 @@ class Links:
             self.start_each[at] = at[_starts(at[1:] == at[:-1] + 1)]
         if parent == rows[0] - 1:
             self.start_each[rows[0] : rows[0] + _neighbours(at)] = self.start[parent]
-        first, last = rows[0], rows[-1]
+        first = rows[0]
+        last = rows[-1]
         self.first_child[last] = NONE
         self.parent[first] = parent
         self.next[first] = following = self.first_child[parent]
@@ -103,7 +105,9 @@ class Links:
 
     def cut(self, row: int) -> bool:
         """Remove `row` from its parent's children; returns whether the parent's chain ends with the parent now."""
-        parent, previous, following = self.parent[row], self.previous[row], self.next[row]
+        parent = self.parent[row]
+        previous = self.previous[row]
+        following = self.next[row]
         if following != NONE:
             self.previous[following] = previous
         if previous != NONE:
@@ -116,7 +120,7 @@ class Links:
         return False
 
     def subtree(self, top: int) -> list[int]:
-        """`top` and all rows after it, parents before children, side rows too."""
+        """Rows of the tree below `top`, with it: parents before children, attached rows too."""
         order = [top]
         for row in order:
             for child in (self.first_child[row], self.first_side[row]):
@@ -126,7 +130,7 @@ class Links:
         return order
 
     def parted(self, rows: slice) -> NDArray[np.bool_]:
-        """Which of these rows of one run have side rows, or another child than the neighbour that follows them."""
+        """Mask of the rows, of one run, with attached rows or another child than the neighbour that follows."""
         below = slice(rows.start + 1, rows.stop + 1)
         parted: NDArray[np.bool_] = (
             self.first_side_each[rows] & self.next_each[below] & self.previous_each[below]
@@ -134,7 +138,7 @@ class Links:
         return parted
 
     def is_run(self, at: slice | RowArray) -> bool:
-        """Whether these rows follow one another, and nothing else does or is attached to all but the last."""
+        """True if each of these rows is the only child of the one before it, and nothing is attached to that one."""
         rows = np.arange(at.start, at.stop) if isinstance(at, slice) else at
         below = slice(at.start + 1, at.stop) if isinstance(at, slice) else at[1:]
         above = slice(at.start, at.stop - 1) if isinstance(at, slice) else at[:-1]
@@ -150,7 +154,8 @@ class Links:
         self.start_each[rows] = rows
         self.parent_each[rows] = before
         order = np.argsort(before, kind="stable")
-        rows, before = rows[order], before[order]
+        rows = rows[order]
+        before = before[order]
         follows = before[1:] == before[:-1]
         first = np.append(True, ~follows)
         last = np.append(~follows, True)
@@ -200,13 +205,13 @@ def require_none(rows: NDArray[np.bool_], what: str) -> None:
 
 
 def _starts(follows: np.ndarray) -> RowArray:
-    """For rows of which all but the first are marked if they follow their neighbour: where each one's run starts."""
+    """Start of each row's run, given for all rows but the first a mark of those that follow their neighbour."""
     starts: RowArray = np.maximum.accumulate(np.append(0, np.where(follows, 0, np.arange(1, len(follows) + 1))))
     return starts
 
 
 def _neighbours(at: slice | RowArray) -> int:
-    """How many of the rows, from the first on, are neighbours."""
+    """Number of rows, from the first on, that are neighbours."""
     if isinstance(at, slice):
         return len(range(at.start, at.stop))
     breaks = np.flatnonzero(at[1:] != at[:-1] + 1)

@@ -1,7 +1,7 @@
-"""What an index loses when room is needed: by eviction, and for memory that changes its class.
+"""Losses of an index when room is needed: by eviction, and by memory that changes its class.
 
-Owns the number of blocks lost to such memory that nobody was told. What is lost is no longer found; how a row leaves
-its chain is in `table.py`.
+Owns the number of blocks lost to such memory that no reservation has reported yet. A lost block is no longer found;
+`table.py` takes its row out of its chain.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvpact.index.key_table import FEW
 from kvpact.index.table import FREE, HELD, NONE, RESERVED, SAVED, Table
 
 AHEAD_SHARE: Final = 64
-"""A class keeps free at most one in so many of the slots that it could free."""
+"""Share of the slots that a class could free and keeps free: at most one in so many."""
 
 AHEAD_SLOTS: Final = 2048
-"""Slots that a class keeps free at most."""
+"""Most slots that a class keeps free."""
 
 FAR: Final = 256
-"""Blocks after which nobody looks further for the last use of a chain."""
+"""Most blocks that are looked at for the last use of a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Reservation:
 
 
 class Losses:
-    """Makes room in a table; the `Blocks` that its slot space asks about."""
+    """Maker of room in a table; answers its slot space about `Blocks`."""
 
     __slots__ = ("_lost", "_table")
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self._lost = 0
-        """Blocks that extents lost when they changed their class, until a reservation tells it."""
+        """Blocks that extents lost when they changed their class, until a reservation reports them."""
 
     def reservable(self, needed: int, wanted: int, slot_class: int) -> int:
         """Slots of a class that a reservation after, or attached to, the row `needed` would get now.
@@ -76,10 +76,12 @@ class Losses:
 
         If fewer are free now, they stay so, as far as they are kept: others are evicted for all that are wanted.
         """
-        free, evictable = len(self._table.space.free[slot_class]), self._table.evictable[slot_class]
+        free = len(self._table.space.free[slot_class])
+        evictable = self._table.evictable[slot_class]
         if slots > free + evictable:
             return None
-        evicted, self._lost = self._lost, 0
+        evicted = self._lost
+        self._lost = 0
         if slots <= free:
             return evicted
         return evicted + self._evict(slot_class, min(slots + min(free, self._kept(slot_class)), free + evictable))
@@ -92,7 +94,8 @@ class Losses:
         them. Of slots that become free only when they are needed each reservation gets what the last ones of some chain
         had, in ever shorter runs; and each run costs something when it is entered, evicted and copied.
         """
-        evicted, space = 0, self._table.space
+        evicted = 0
+        space = self._table.space
         for slot_class, free in enumerate(space.free):
             kept = self._kept(slot_class)
             lacking = min(kept - len(free), most)
@@ -114,8 +117,11 @@ class Losses:
 
         The keys of neighbours in the list of free slots are taken away together.
         """
-        table, free = self._table, self._table.space.free[slot_class]
-        keys, known, first = table.keys, len(table.keys), len(free)
+        table = self._table
+        free = self._table.space.free[slot_class]
+        keys = table.keys
+        known = len(table.keys)
+        first = len(free)
         while len(free) < wanted:
             rows = table.policy.take(table, slot_class, wanted - len(free))
             if rows is None:
@@ -135,20 +141,20 @@ class Losses:
 
     @property
     def now(self) -> int:
-        """The tick of the last use of any block."""
+        """See `Blocks`."""
         return self._table.policy.now
 
     def oldest(self, slot_class: int) -> int | None:
-        """The row of this class that would be evicted next; None if all are free, or needed."""
+        """See `Blocks`: the policy's next row."""
         return self._table.policy.next(self._table, slot_class)
 
     def is_needed(self, row: int) -> bool:
-        """Whether the row cannot be freed now: a pin, a writer, or a block after it that has one, needs it."""
+        """See `Blocks`."""
         state = self._table.state[row]
         return state != FREE and (state != HELD or self._table.holds[row] > 0)
 
     def last_use(self, row: int) -> int | None:
-        """The tick of the last use of the row's block and those after it; 0 of a free row; None if it is needed.
+        """See `Blocks`.
 
         A chain counts as used now if it goes on for `FAR` blocks or more.
         """
@@ -157,15 +163,16 @@ class Losses:
             return 0
         if self.is_needed(row):
             return None
-        rows = [row]
-        while (row := first_child[row]) != NONE:
+        rows: list[int] = []
+        while row != NONE:
             if len(rows) == FAR:
                 return self.now
             rows.append(row)
+            row = first_child[row]
         return self._table.policy.last_use(rows)
 
     def drop_rows(self, rows: Sequence[int]) -> None:
-        """Forget the blocks in these rows, and all after them."""
+        """See `Blocks`."""
         for row in rows:
             if self._table.state[row] in (RESERVED, SAVED, HELD):
                 self._lost += len(self._table.remove(row))

@@ -39,12 +39,12 @@ class _Queue:
 
     def __init__(self) -> None:
         self.due: list[tuple[int, int]] = []
-        """A heap of (tick, row) up to the span `due_until`."""
+        """Heap of (tick, row) up to the span `due_until`."""
         self.due_until = -1
         self.later: dict[int, array[int]] = {}
         """Span -> rows, as they were offered."""
         self.spans: list[int] = []
-        """A heap of the keys of `later`."""
+        """Heap of the keys of `later`."""
         self.records = 0
 
     def add(self, tick: int, row: int) -> None:
@@ -64,15 +64,16 @@ class _Queue:
         firsts = np.append(0, np.flatnonzero(spans[1:] != spans[:-1]) + 1).tolist()
         for first, end in zip(firsts, [*firsts[1:], len(rows)], strict=True) if len(rows) else ():
             self.later[int(spans[first])] = array("i", rows[first:end].astype(np.int32).tobytes())
-        self.spans, self.records = list(self.later), len(rows)
+        self.spans = list(self.later)
+        self.records = len(rows)
 
     def pop(self) -> None:
-        """Remove the first one of those that are due."""
+        """Remove the first record of those that are due."""
         heapq.heappop(self.due)
         self.records -= 1
 
     def next_span(self) -> Sequence[int]:
-        """The rows of the next span, which is due from now on."""
+        """Rows of the next span, which is due from now on."""
         self.due_until = heapq.heappop(self.spans)
         rows = self.later.pop(self.due_until)
         self.records -= len(rows)
@@ -137,7 +138,9 @@ class LeastRecentlyUsed:
         Amortised O(log n): a stale record is dropped once for each time that it was queued, and corrected at most once
         between two uses of its row.
         """
-        queue, mark, used = self._queues[slot_class], slot_class + 1, self._used
+        queue = self._queues[slot_class]
+        mark = slot_class + 1
+        used = self._used
         due = queue.due
         while due or queue.spans:
             if not due:
@@ -166,8 +169,9 @@ class LeastRecentlyUsed:
         queue = self._queues[slot_class]
         queue.pop()
         self._queued[leaf] = 0
-        bound, first = queue.bound(), leaf
-        if most > 1 and self._used[leaf] < bound and (first := rows.evictable_from(leaf, most)) < leaf:
+        bound = queue.bound()
+        first = rows.evictable_from(leaf, most) if self._used[leaf] < bound else leaf
+        if first < leaf:
             (stay,) = (self._used_each[first:leaf] >= bound).nonzero()
             first += int(stay[-1]) + 1 if len(stay) else 0
         return range(first, leaf + 1)

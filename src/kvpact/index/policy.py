@@ -16,7 +16,7 @@ class Rows(Protocol):
     """Questions of a policy about rows, answered by the table."""
 
     def evictable_leaf(self, row: int) -> bool:
-        """Whether nothing holds the row's block, and no block of a chain follows it."""
+        """True if nothing holds the row's block, and no block of a chain follows it."""
 
     def evictable_from(self, leaf: int, most: int) -> int:
         """First of at most `most` neighbouring rows that can go together, each after the one before it, up to `leaf`.
@@ -37,20 +37,20 @@ class EvictionPolicy(Protocol):
         """Uses since the start: the time of the newest one."""
 
     def inserted(self, rows: slice | RowArray, slot_class: int, depth: int, left: int) -> None:
-        """Blocks of a chain were entered into unused rows, which counts as a use.
+        """Note blocks of a chain in rows that were unused; that counts as a use.
 
         `depth` blocks of the chain come before the first one, and `left` after the last one to the end of the prompt,
         as far as its keys are known.
         """
 
     def attached(self, rows: slice | RowArray, slot_class: int, parents: Sequence[int]) -> None:
-        """Blocks were attached, each to one of the rows `parents`, which counts as a use of the block itself."""
+        """Note blocks that were attached, each to one of the rows `parents`; that counts as a use of the block only."""
 
     def used(self, rows: Sequence[int]) -> None:
-        """Blocks were used, each with all blocks before it: later ones in `rows` count as used later."""
+        """Note a use of blocks, each with all blocks before it; later ones in `rows` count as used later."""
 
     def offered(self, row: int, slot_class: int) -> None:
-        """`row` became an evictable leaf. It stays offered until `take` returns it, or finds it held again."""
+        """Note that `row` became an evictable leaf: it stays offered until `take` returns it, or finds it held."""
 
     def next(self, rows: Rows, slot_class: int) -> int | None:
         """Row that `take` would return last; None if no row of this class can go."""
@@ -62,7 +62,7 @@ class EvictionPolicy(Protocol):
         """
 
     def gone(self, rows: Sequence[int], parent: int) -> None:
-        """Blocks were evicted or dropped, all of one subtree, whose first row came after `parent`."""
+        """Forget blocks that were evicted or dropped: a subtree, its top first, that was linked to `parent`."""
 
     def last_use(self, rows: Sequence[int]) -> int:
         """Time of the last use of any of these rows, as `now` counts it; memory is divided among classes by it."""
@@ -70,7 +70,7 @@ class EvictionPolicy(Protocol):
     # After a restart: `restored` for each piece of a table of stored blocks, `ranked`, `begin`
 
     def restored(self, rows: RowArray, times: FloatArray) -> None:
-        """Blocks were stored in these rows, and last used at these times: any numbers that grow, not negative.
+        """Note blocks of the table, and the times of their last use: any numbers that grow, not negative.
 
         They count as used before all that is used from now on. No row is offered until `begin`.
         """
@@ -82,7 +82,7 @@ class EvictionPolicy(Protocol):
         """
 
     def begin(self, rows: RowArray, leaves: RowArray) -> None:
-        """Only the restored `rows` are there, ranked; the `leaves` among them, in the same order, are offered."""
+        """Keep only the restored `rows`, ranked; offer the `leaves` among them, in the same order."""
 
     def check(self, leaves: Sequence[int]) -> None:
         """Verify the policy's invariants, and that all `leaves` are offered. Raises PactViolation."""

@@ -1,6 +1,6 @@
-"""How an index is filled from a table of what its place holds: piece by piece, and what is known so far can be served.
+"""Restore of an index from a table of stored blocks: piece by piece, and blocks read so far can be served.
 
-Owns the blocks of which it is not known yet whether their chains reach the root. Reads nothing itself.
+Owns the blocks whose chains may still reach the root. Reads nothing itself.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import numpy as np
 from kvpact.index.key_table import NONE, FloatArray, Names, RowArray
 from kvpact.index.table import FREE, HELD, Table
 
-_UNKNOWN, _REACHED = -2, -1
+_UNKNOWN = -2
+_REACHED = -1
 
 
 class Restoring:
-    """An empty table that is filled from another one: `add` for each piece, `settle`, `order_of_use`, `end`.
+    """Restore of an empty table: `add` for each piece, `settle`, `order_of_use`, `end`.
 
     Until the end nothing may be reserved; what is held can be looked up, used, pinned and dropped. A block is held as
     soon as it and all blocks before it have been read; others are unknown.
@@ -30,10 +31,10 @@ class Restoring:
         """Begin with no blocks in the table. `BlockIndex.begin_restore` makes it."""
         self._table = table
         self._waiting: list[tuple[RowArray, Names]] = []
-        """(slots, keys of the blocks before them) of blocks that are not held."""
+        """Blocks that are not held: slots, and keys of the blocks before them."""
         self._rejected: list[RowArray] = []
         self._settled_at = 0
-        """Blocks that were held or waited when those that wait were looked at last."""
+        """Number of blocks held or waiting when the waiting ones were last looked at."""
         table.space.restore({0: np.arange(table.space.usable)})
 
     def add(self, slots: RowArray, keys: Names, parents: Names, last_used: FloatArray) -> None:
@@ -53,7 +54,7 @@ class Restoring:
             self._waiting = [*self._waiting, *self._reach(slots, parents)]
 
     def settle(self) -> RowArray:
-        """The table was read in full. Returns the slots of blocks that cannot be used.
+        """End the reading of the table; return the slots of blocks that cannot be used.
 
         Those are blocks whose chains do not reach the root, and of two blocks with one key the less recently used one,
         or the one in the higher slot.
@@ -64,11 +65,12 @@ class Restoring:
         for slots in lost:
             self._table.keys.show(slots)
             self._table.keys.remove_each(slots.tolist())
-        rejected, self._rejected = [*self._rejected, *lost], []
+        rejected = [*self._rejected, *lost]
+        self._rejected = []
         return np.concatenate(rejected) if rejected else np.zeros(0, np.int64)
 
     def order_of_use(self) -> RowArray:
-        """The held rows in the order of their last use, for `end`; joins runs, too.
+        """Rank the held rows by the policy, for `end`; join runs, too.
 
         After `settle`. The owner's lock is not needed: meanwhile blocks may be used, pinned and dropped. A use
         in that time may not count.
@@ -79,7 +81,8 @@ class Restoring:
 
     def end(self, order: RowArray) -> None:
         """Hand out the free slots; `order` is what `order_of_use` has returned."""
-        table, states = self._table, self._table.state_each
+        table = self._table
+        states = self._table.state_each
         rows = order[states[order] == HELD]
         table.policy.begin(rows, rows[table.links.first_child_each[rows] == NONE])
         table.space.restore({0: np.flatnonzero(states[: table.root] != FREE)})
@@ -87,7 +90,7 @@ class Restoring:
     # Blocks with one key
 
     def _without_doubles(self, slots: RowArray, keys: Names, parents: Names) -> tuple[RowArray, Names, Names]:
-        """What is left after of each two blocks with one key one was rejected. There are none in a sound table."""
+        """Reject one of each two blocks with one key; return the others. A valid table has none."""
         older = self._table.keys.find_either(keys)
         clash = np.flatnonzero(older >= 0).tolist()
         words = np.sort(keys[:, 0])
@@ -129,7 +132,7 @@ class Restoring:
     # Chains
 
     def _settle(self, blocks: list[tuple[RowArray, Names]]) -> None:
-        """Look at all blocks that wait, together."""
+        """Look at all waiting blocks together."""
         self._waiting = []
         if blocks:
             slots, parents = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
@@ -156,7 +159,7 @@ class Restoring:
         return [(slots[~whole], parents[~whole])]
 
     def _rows_before(self, slots: RowArray, parents: Names) -> RowArray:
-        """The row of each parent, the root's for none; NONE if it is unknown. Most are the neighbour."""
+        """Row of each parent, the root's for none; NONE if it is unknown. Most are the neighbour."""
         rows = slots - 1
         far = np.flatnonzero((~self._table.keys.names_at(rows) != parents).any(axis=1) | (rows < 0))
         rows[far] = self._table.keys.find_either(parents[far])

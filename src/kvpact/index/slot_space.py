@@ -1,7 +1,7 @@
-"""Which rows of one place are free: what an index asks of it, and the case of slots that all have one size.
+"""Free rows of one place: the Protocol that an index uses, and the case of slots that all have one size.
 
-A *row* is a slot by the number that a `BlockIndex` has for it. Knows no keys and no bytes; what is evicted is decided
-by the index.
+A *row* is a slot by the number that a `BlockIndex` has for it. Knows no keys and no bytes; the index
+decides what is evicted.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from kvpact.errors import PactViolation
 from kvpact.index.key_table import FEW, RowArray
 
 EXTENT_SHIFT: Final = 24
-"""A slot's number is `class << CLASS_SHIFT | extent << EXTENT_SHIFT | place` where a place has several classes."""
+"""Shift in the number of a slot, `class << CLASS_SHIFT | extent << EXTENT_SHIFT | place`, where there are classes."""
 
 CLASS_SHIFT: Final = 48
 
 GATHERED: Final = 4096
-"""Free rows among which neighbours are looked for: that takes less than a tenth of a millisecond."""
+"""Number of free rows among which neighbours are looked for: less than a tenth of a millisecond."""
 
 
 class Blocks(Protocol):
-    """What a space asks of the index about the blocks in its rows."""
+    """Questions of a space about the blocks in its rows, answered by the index."""
 
     @property
     def now(self) -> int:
-        """The tick of the last use of any block."""
+        """Tick of the last use of any block."""
 
     def oldest(self, slot_class: int) -> int | None:
-        """The row of this class that would be evicted next; None if all are free, or needed."""
+        """Row of this class that would be evicted next; None if all are free, or needed."""
 
     def is_needed(self, row: int) -> bool:
-        """Whether the row cannot be freed now: a pin, a writer, or a block after it that has one, needs it."""
+        """True if the row cannot be freed now: a pin, a writer, or a block after it that has one, needs it."""
 
     def last_use(self, row: int) -> int | None:
-        """The tick of the last use of the row's block and all after it; 0 of a free row, None if it is needed.
+        """Tick of the last use of the row's block and all after it; 0 of a free row, None if it is needed.
 
         Asked of few rows, so that it may look at the whole chain after each of them.
         """
@@ -48,35 +48,35 @@ class Blocks(Protocol):
 
 
 class SlotSpace(Protocol):
-    """The rows of one place. An index uses it in place of a list of free slots; see `classed_slots` for how."""
+    """Rows of one place, in place of a list of free slots; `classed_slots` says how an index uses it."""
 
     num_rows: int
-    """All rows have lower numbers."""
+    """Number of rows: all have lower numbers."""
     slot_rows: int
-    """Rows of slots; those without payload come after them."""
+    """Number of rows that are slots; those without payload come after them."""
     usable: int
     """Extents, from number 0 on, that are handed out. For reading only."""
     is_plain: bool
-    """Whether every row is a slot, so that one that is withdrawn is nobody's."""
+    """True if every row is a slot, so that a withdrawn one is nobody's."""
 
     @property
     def free(self) -> Sequence[Sequence[int]]:
-        """Per class, the free rows; the one that is taken next is the last."""
+        """Free rows of each class; the last one is taken next."""
 
     def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
-        """Rows in the order of use, many neighbours as a range. Raises PactViolation if fewer than `count` are free."""
+        """Take rows in the order of use, many neighbours as a range. Raises PactViolation if too few are free."""
 
     def give_back(self, row: int) -> None:
-        """Nothing needs this row any more."""
+        """Return a row that nothing needs any more."""
 
     def give_back_each(self, rows: range) -> None:
-        """`give_back`, one after the other."""
+        """Return rows, one after the other, as `give_back` does."""
 
     def class_of(self, row: int) -> int:
-        """Return the class of a row that is in use, or free."""
+        """Class of a row that is in use, or free."""
 
     def number(self, row: int) -> int:
-        """The slot's number for those who copy; see `kvpact.memory.arena.SlotClass`."""
+        """Number of the slot for those who copy; see `kvpact.memory.arena.SlotClass`."""
 
     def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
         """Hand out the first `usable` extents, never fewer than before. `in_use(row)`: it was taken, not given back."""
@@ -85,7 +85,7 @@ class SlotSpace(Protocol):
         """Hand out only the first `usable` extents; returns the rows of the others, whose blocks are to be dropped."""
 
     def obtain(self, slot_class: int, lacking: int, blocks: Blocks) -> int:
-        """Extents that the class got because a reservation finds `lacking` rows too few."""
+        """Give a class more extents for a reservation that finds `lacking` rows too few; return how many it got."""
 
     def restore(self, used: Mapping[int, Sequence[int] | RowArray]) -> None:
         """Start again: these rows (class -> rows) are in use, and no others."""
@@ -95,7 +95,7 @@ class SlotSpace(Protocol):
 
 
 class PlainSlots:
-    """One class of slots: a row is the slot's number, an extent is one slot, and nothing ever moves.
+    """Slots of one class: a row is the slot's number, an extent is one slot, and nothing ever moves.
 
     With `names` a second class of so many rows that take no memory, after all slots: names of a chain.
     """
@@ -103,7 +103,7 @@ class PlainSlots:
     __slots__ = ("_names", "_num_slots", "_stack", "free", "is_plain", "num_rows", "parked", "slot_rows", "usable")
 
     def __init__(self, num_slots: int, usable: int | None = None, names: int = 0) -> None:
-        """Only the first `usable` slots are handed out, until `use` says otherwise; None: all."""
+        """Hand out only the first `usable` slots, until `use` says otherwise; None: all."""
         self._num_slots = self.slot_rows = num_slots
         self.num_rows = num_slots + names
         self.is_plain = not names
@@ -208,7 +208,7 @@ def _gather(stack: list[int] | array[int], first: int) -> None:
 
 
 def _descend(rows: list[int] | array[int]) -> bool:
-    """Whether each row is the neighbour of the one before it."""
+    """True if each row is the neighbour of the one before it."""
     if rows[0] - rows[-1] != len(rows) - 1:
         return False
     numbers = np.frombuffer(rows, np.int32) if isinstance(rows, array) else np.array(rows)
@@ -216,7 +216,7 @@ def _descend(rows: list[int] | array[int]) -> bool:
 
 
 def _without(rows: range, used: Sequence[int] | RowArray) -> array[int]:
-    """All but the used ones of `rows`, the last one first."""
+    """Rows without the used ones, the last one first."""
     free = np.ones(len(rows), np.bool_)
     numbers = np.asarray(used, np.int64) - rows.start
     free[numbers[(numbers >= 0) & (numbers < len(rows))]] = False

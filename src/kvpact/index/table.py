@@ -23,11 +23,11 @@ from kvpact.index.policy import EvictionPolicy
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 
 ROOT: Final[BlockKey] = b""
-"""The parent of a chain's first block."""
+"""Parent of a chain's first block."""
 
 
 class SlotState(IntEnum):
-    """The state of a slot.
+    """State of a slot.
 
     Without failures a block goes FREE -reserve-> RESERVED -complete-> SAVED -parent held-> HELD -evict-> FREE. No
     lookup finds a dropped block any more; its slot stays CANCELLED until its writer has ended, and then DOOMED until
@@ -90,7 +90,9 @@ class Table:
 
         What is held is closed under prefixes, so of a run only the end can be unheld.
         """
-        holds, parent, start = self.holds, self.links.parent, self.links.start
+        holds = self.holds
+        parent = self.links.parent
+        start = self.links.start
         newly_held = 0
         if self.links.is_side[row] and not holds[row]:
             holds[row] = 1
@@ -113,7 +115,9 @@ class Table:
 
     def release(self, row: int) -> None:
         """Remove a hold. A row without holds becomes evictable, or free if its block was dropped."""
-        links, holds, state = self.links, self.holds, self.state
+        links = self.links
+        holds = self.holds
+        state = self.state
         slot_class = self.space.class_of(row) if links.is_side[row] else self.chain_class
         evictable = 0
         while holds[row] == 1:
@@ -132,13 +136,14 @@ class Table:
             row = links.parent[top]
             if slot_class != self.chain_class:
                 self.evictable[slot_class] += evictable
-                slot_class, evictable = self.chain_class, 0
+                slot_class = self.chain_class
+                evictable = 0
         holds[row] -= 1
         if evictable:
             self.evictable[slot_class] += evictable
 
     def _held_by_next(self, row: int) -> int:
-        """The first of the rows in a run up to `row` that have one hold each and are not dropped; `row` if few."""
+        """First of the rows in a run up to `row` that have one hold each and are not dropped; `row` if few."""
         first = self.links.start[row]
         if row - first < FEW:
             return row
@@ -148,7 +153,7 @@ class Table:
         return first if self.state.find(DOOMED, first, row + 1) < 0 else row
 
     def reserve_sides(self, keys: Sequence[BlockKey], parents: Sequence[int], rows: Sequence[int]) -> None:
-        """Enter side blocks, each on the row before it, into the unused `rows`, which have a writer now."""
+        """Enter side blocks, each attached to one of `parents`, into the unused `rows`, which have a writer now."""
         for key, parent, row in zip(keys, parents, rows, strict=True):
             self.keys.add(key, row)
             self.links.add(row, parent, is_side=True)
@@ -180,7 +185,7 @@ class Table:
         self.space.give_back(row)
 
     def evictable_leaf(self, row: int) -> bool:
-        """Whether nothing holds the row's block, and none of a chain follows it."""
+        """See `Rows`."""
         return self.holds[row] == 0 and self.state[row] == HELD and self.links.first_child[row] == NONE
 
     def evictable_from(self, leaf: int, most: int) -> int:
@@ -193,8 +198,9 @@ class Table:
         return above.start + (int(stay[-1]) + 1 if len(stay) else 0)
 
     def save(self, row: int, became_held: list[BlockKey]) -> None:
-        """The row is filled: hold it as soon as its parent is held, and the saved blocks that waited for it."""
-        links, state = self.links, self.state
+        """Mark a row as filled: it is held as soon as its parent is, and the saved blocks that waited for it."""
+        links = self.links
+        state = self.state
         state[row] = SAVED
         if state[links.parent[row]] != HELD:
             return
@@ -216,8 +222,10 @@ class Table:
                     child = links.next[child]
 
     def save_chain(self, rows: Sequence[int], at: slice | RowArray, became_held: list[BlockKey]) -> bool:
-        """Hold all `rows` but the last if they are reserved, one after the other, and nothing else hangs on them; and
-        if the block before them is held. Returns whether that is so."""
+        """Hold all `rows` but the last, if they are a reserved run and the block before it is held; return True if so.
+
+        In a run each row is the only child of the one before it, and nothing is attached to that one.
+        """
         after_held = self.state[self.links.parent[rows[0]]] == HELD
         if not (after_held and (self.state_each[at] == RESERVED).all() and self.links.is_run(at)):
             return False
@@ -269,7 +277,7 @@ class Table:
         return removed
 
     def doom(self, row: int) -> None:
-        """The writer of a dropped block has ended; its row is free as soon as nothing else needs it."""
+        """End the writer of a dropped block; its row is free as soon as nothing else needs it."""
         self.state[row] = DOOMED
         self.release(row)
 
@@ -285,7 +293,7 @@ class Table:
         self.space.give_back_each(rows[::-1])
 
     def _leave(self, rows: Sequence[int]) -> None:
-        """Part the first of `rows`, with the others after it, from its parent, which may become evictable."""
+        """Cut the first of `rows`, with the others after it, from its parent, which may become evictable."""
         parent = self.links.parent[rows[0]]
         self.policy.gone(rows, parent)
         if self.links.cut(rows[0]) and not self.holds[parent]:
@@ -319,10 +327,14 @@ class Table:
 
     def check(self, pins: Sequence[int]) -> None:
         """Verify every invariant in O(n log n); `pins` are those on each row. Raises PactViolation."""
-        rows, parent = np.arange(self.root), self.links.parent_each[: self.root]
-        above, state = self.state_each[parent], self.state_each[: self.root]
-        known, dropped = (state >= RESERVED) & (state <= HELD), state >= CANCELLED
-        leads, waits = above == HELD, above >= CANCELLED
+        rows = np.arange(self.root)
+        parent = self.links.parent_each[: self.root]
+        above = self.state_each[parent]
+        state = self.state_each[: self.root]
+        known = (state >= RESERVED) & (state <= HELD)
+        dropped = state >= CANCELLED
+        leads = above == HELD
+        waits = above >= CANCELLED
         self.space.check()
         free = np.zeros(self.root, bool)
         for some in (*self.space.free, self.space.parked if isinstance(self.space, PlainSlots) else ()):
