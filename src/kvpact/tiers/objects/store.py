@@ -97,7 +97,7 @@ class ObjectStore(RecordStore):
             self._find(names)
 
     def known(self, names: Sequence[str]) -> list[str]:
-        """Those of the records whose packs are remembered."""
+        """Names of the records whose packs are remembered."""
         return [*self.memory.locate(names)]
 
     def _look(self, packs: Collection[str]) -> dict[str, Pack]:

@@ -161,7 +161,7 @@ class SupportsPacks(Protocol):
         """Find out where the records are, up to the first that is missing, unless the place of all is known."""
 
     def known(self, names: Sequence[str]) -> list[str]:
-        """Those of the records whose place the store knows, without a look."""
+        """Names of the records whose place the store knows, without a look."""
 
     def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         """Store records of blocks that follow one another, together; one that exists may stay as it is."""
