@@ -375,7 +375,7 @@ class ObjectStore(RecordStore):
                     continue
                 left -= size
                 evicted += 1
-        self._unremovable.tell()
+        self._unremovable.log()
         self.evicted += evicted
         return evicted + len(gone)
 
