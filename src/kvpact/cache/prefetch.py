@@ -239,8 +239,8 @@ class Prefetcher:
             seconds += needed
         return seconds
 
-    def hang(self, start: int, by_tier: Sequence[int]) -> bool:
-        """Whether a tier that can supply blocks from `start` on hangs, which may keep its slots for long."""
+    def is_overdue(self, start: int, by_tier: Sequence[int]) -> bool:
+        """True if a tier that can supply blocks from `start` on is overdue: it may keep its slots for long."""
         return any(
             end > start and client.health.has_overdue for client, end in zip(self.tiers.clients, by_tier, strict=True)
         )

@@ -341,7 +341,7 @@ class Planner:
 
     def _why_not_staged(self, probe: _Probe, available: Availability) -> MissReason:
         """Why what tiers have of a request's blocks was not read."""
-        if self.reads.hang(max(probe.start, available.resident), available.by_tier):
+        if self.reads.is_overdue(max(probe.start, available.resident), available.by_tier):
             return MissReason.TIER_DOWN
         reason = self.finder.why_unknown()
         return reason if reason is MissReason.TIER_DOWN else MissReason.NO_ROOM
@@ -373,7 +373,7 @@ class Planner:
     def _waits_for_room(self, probe: _Probe, lacking: Lacking, available: Availability) -> bool:
         """Whether the request waits until others leave room for what it lacks; if none has any, none comes."""
         first, held = max(probe.start, available.resident), 0 if probe.plan is None else len(probe.plan.leases)
-        if self.index.pinned_count <= held or self.reads.hang(first, available.by_tier):
+        if self.index.pinned_count <= held or self.reads.is_overdue(first, available.by_tier):
             return False
         claim = self._claim(probe, lacking, available, min(lacking.end, self.index.known_prefix(probe.keys)))
         prefill = self.finder.prefill if self.config.recompute_if_faster else None

@@ -99,7 +99,7 @@ DIRECTORY_OPTIONS: Final[Mapping[str, Option]] = {"capacity": parse_size, "group
 
 
 def _any(options: Mapping[str, str]) -> None:
-    """No rule."""
+    """Rule that accepts any value."""
 
 
 @dataclass(frozen=True, slots=True)

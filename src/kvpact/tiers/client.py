@@ -352,7 +352,7 @@ class TierClient:
     # Deleting
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Have the tier drop these blocks and all blocks after them. None of them is read before it has.
+        """Order the tier to drop these blocks and all after them. None of them is read before it has.
 
         A deletion that the tier refuses, or that raises, is repeated.
         """

@@ -26,7 +26,7 @@ MAX_DELETIONS: Final = 64
 """Deletions under way at once; further ones are combined into one (P12)."""
 
 MIN_DELETED_KEYS: Final = 1 << 16
-"""At least this many blocks, those of the longest prompt, may wait for deletion."""
+"""Least bound of blocks that wait for deletion: those of the longest prompt."""
 
 _REFUTE: Final = "refute"
 
@@ -65,7 +65,7 @@ class Deletions:
         return first_in(self._keys, keys, held)
 
     def add(self, keys: Sequence[BlockKey]) -> None:
-        """Have the tier delete these blocks."""
+        """Order the deletion of these blocks."""
         self._keys.update(keys)
         if len(self._keys) > self._max_keys:
             self._lose_count()
@@ -75,7 +75,7 @@ class Deletions:
             self._refuse(keys)
 
     def refute_run(self) -> None:
-        """Have the tier give nobody what this engine wrote to it. Repeated until it has."""
+        """Order the tier to mark this engine's records invalid; repeated until it has."""
         self._must_refute = False
         self._executor.submit_control(_REFUTE, lambda tier: tier.refute_run())
 

@@ -185,7 +185,7 @@ class TierExecutor:
         return [start_background(name, partial(_work, self._shared)) for name in names]
 
     def use(self, tier: Tier) -> None:
-        """Have this tier carry out what begins from now on."""
+        """Use this tier for operations that begin from now on."""
         self.tier = self._shared.tier = tier
 
     def submit(self, job: Job) -> bool:
@@ -382,7 +382,7 @@ def _log_once(tier: Tier, shared: _Shared, job: Job, error: Exception) -> None:
 
 
 def call_tier(tier: Tier, job: Job) -> None:
-    """Run the job, and note which of its blocks are held, have arrived or are stored. Raises what the tier raises."""
+    """Run the job, and record which of its blocks are held, arrived or stored. Passes on the tier's exceptions."""
     if job.control is not None:
         job.control(tier)
         return

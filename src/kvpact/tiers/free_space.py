@@ -21,7 +21,7 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that say that nothing more fits: bytes, or files, of the file system or of a quota."""
 
 SLACK_SHARE: Final = 16
-"""Who evicts frees this part of the whole more than needed, so that not every write must evict."""
+"""Divisor of the capacity: an eviction frees this part more than needed, so that not every write must evict."""
 
 
 _SAID: Final = set[tuple[Path, int]]()
@@ -29,7 +29,7 @@ _SAID: Final = set[tuple[Path, int]]()
 
 
 def warn_if_scarce(logger: logging.Logger, whose: str, path: Path, capacity_bytes: int, held: Iterable[int]) -> None:
-    """Say if the file system of `path` has less room than a capacity, of which bytes `held` are filled already."""
+    """Log a warning if the file system of `path` has less room than a capacity, of which bytes `held` are filled."""
     with suppress(OSError):
         said = scarcity(path, capacity_bytes, sum(held))
         if said and (path, capacity_bytes) not in _SAID:
@@ -74,7 +74,7 @@ class Unremovable:
         """Record a file that cannot be removed now."""
         self._found[name] = getattr(error, "strerror", None) or str(error)
 
-    def tell(self) -> str:
+    def log(self) -> str:
         """One line about them, logged once; "" if there are none."""
         if not self._found:
             return ""

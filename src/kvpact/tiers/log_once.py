@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from kvpact.errors import printable
 
 MAX_KINDS: Final = 20
-"""At most this many kinds of events are logged; a damaged disk can produce many."""
+"""Most kinds of events that are logged; a damaged disk can produce many."""
 
 Answer = TypeVar("Answer")
 

@@ -23,7 +23,7 @@ PROBE_SECONDS: Final = 10.0
 """Between two probes of one store, and none while no prompt comes."""
 
 PROBE_BYTES: Final = 16 << 20
-"""Bytes that a probe reads at most: as many as one read of a long prompt, so that it tells as much of the bandwidth."""
+"""Bytes that a probe reads at most: as many as one read of a long prompt, so that the rate is the same."""
 
 Asked: TypeAlias = type[LookupDone | GetDone]
 
@@ -53,7 +53,7 @@ class Probes:
     # What is believed
 
     def note_too_slow(self, kind: Asked, seconds: float, now: float) -> str:
-        """Believe that such an operation takes longer than to compute what a prompt lacks; returns that as text."""
+        """Believe that such an operation takes longer than to compute the missing blocks; returns that as text."""
         what = "a look-up takes" if kind is LookupDone else "a read would take"
         reason = f"{what} {1000 * seconds:,.0f} ms, and the engine computes such prompts sooner"
         since = self._slow[kind].since if kind in self._slow else now

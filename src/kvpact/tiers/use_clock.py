@@ -33,7 +33,7 @@ class UseClock:
         self._ahead_ns = time.time_ns() - time.monotonic_ns()
 
     def now(self) -> int:
-        """After every time that it has told or seen, unless that was in the same nanosecond."""
+        """Time after every one that it has given or seen, unless that was in the same nanosecond."""
         return time.monotonic_ns() + self._ahead_ns
 
     def see(self, used_ns: int) -> None:
@@ -43,7 +43,7 @@ class UseClock:
 
 
 class SharedClock:
-    """A clock for all hosts that use a directory: each goes on from the latest time that one of them was told."""
+    """Clock for all hosts that use a directory: each goes on from the latest time that any of them was given."""
 
     def __init__(self, path: Path, access: Access) -> None:
         """The latest time stands in the file at `path`, whose own time of change is that of the file server."""
@@ -59,7 +59,7 @@ class SharedClock:
         return False
 
     def now(self) -> int:
-        """The time of a use: after every one that anybody was told. By the own clock alone if the file fails."""
+        """Time of a use: after every one that any host was given. By the own clock alone if the file fails."""
         now = self.local.now()
         with suppress(OSError), closing(self._access.open(self.path, os.O_RDWR)) as descriptor:
             self.local.see(int.from_bytes(os.pread(descriptor, _NS_BYTES, 0), "little"))

@@ -39,6 +39,6 @@ class UseCount:
                 self.released = True
 
     def stop(self) -> None:
-        """No further use begins; `let_go` follows once, when all have ended."""
+        """Stop further uses; `let_go` follows once, when all have ended."""
         with self.one():
             self.stopped = True

@@ -272,7 +272,7 @@ class Quota:
                         life = max(0.0, (self.clock.local.now() + negative_ns) / 1e9)
                     excess -= size
                     used -= size
-            self.unremovable.tell()
+            self.unremovable.log()
             self._write_snapshot(UsageSnapshot(used, settled, life))
             _remove_all(abandoned)
             with self._lock:

@@ -139,7 +139,7 @@ class DirectoryStore(RecordStore):
                 self.evicted = self.quota.evicted
                 self.quota.settle(sum(sizes[:granted]))
         if granted < len(names):
-            why = self.quota.unremovable.tell() or "give it a larger capacity"
+            why = self.quota.unremovable.log() or "give it a larger capacity"
             raise StoreError(
                 f"{self.place} has no room for {len(names) - granted} of {len(names)} records: its "
                 f"{self.quota.capacity_bytes} bytes hold more recently used records; {why}"

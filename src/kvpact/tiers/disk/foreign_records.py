@@ -196,7 +196,7 @@ class ForeignRecords:
     # Refusing
 
     def refuse(self, record: ForeignRecord) -> None:
-        """Not again until the slot's header says something else; if it has changed since, that is seen later."""
+        """Refuse a record until its slot's header changes; one that has changed since is read by a later scan."""
         with self._lock:
             if self._find([record.key]) == [record]:
                 self._refuse(np.array([record.slot]))

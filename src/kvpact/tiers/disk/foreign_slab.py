@@ -35,10 +35,10 @@ AT_REST_S: Final = 2.0
 
 
 class ForeignSlab:
-    """Reads one slab, on the tier's own threads; `records` has what is known of it."""
+    """Reads one slab, on the tier's own threads."""
 
     def __init__(self, reader: SlabReader, records: ForeignRecords, accounts: Accounts) -> None:
-        """Take over an open slab. Nothing is known of its records until `scan`."""
+        """Take over an open slab. Its records are unknown until `scan`."""
         self.path = reader.path
         self._accounts = accounts
         self.inode = (reader.status().st_dev, reader.status().st_ino)

@@ -1,6 +1,6 @@
 """All slabs of one namespace in a directory that are not this engine's own, as one place to read from.
 
-Owns which of them are open and what their faults are counted as.
+Owns the open ones, and the kinds under which their faults are counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ForeignSlabs:
     def look(self, own: OwnSlab | None, stopped: Callable[[], bool]) -> None:
         """Open new slabs, close those that are gone, and read changed records; ends early if `stopped`.
 
-        All are opened anew when an engine has said that what it wrote is wrong.
+        All are opened anew after an engine has marked its own records as invalid.
         """
         self._accounts.note_works("look")
         refuted = refuted_in(self._directory.path)

@@ -1,6 +1,6 @@
 """The header table of a slab, read piece by piece and judged many headers at a time.
 
-Owns the way through the table. What makes a header valid says `record.py`; what becomes of a record, its caller.
+Owns the order of the pieces. `record.py` decides which headers are valid, the caller what becomes of a record.
 """
 
 from __future__ import annotations

@@ -63,13 +63,13 @@ class Reading:
             if (unread := first + len(still_there)) < end:
                 unusable[unread] = UNREADABLE
                 return False
-            return threading.current_thread() is not caller or self._tell()
+            return threading.current_thread() is not caller or self._report()
 
         on_two_threads(read_group, groups_of(buffers))
-        self._tell()
+        self._report()
         return unusable
 
-    def _tell(self) -> bool:
+    def _report(self) -> bool:
         """Report the blocks that have arrived; returns whether the caller wants more."""
         if not self._ended and self._on_progress is not None:
             self._ended = not self._on_progress(leading(self.arrived))

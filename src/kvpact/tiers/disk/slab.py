@@ -104,7 +104,7 @@ class SlabReader:
                 yield first, min(end, slots)
 
     def read_ahead(self, first: int, count: int) -> None:
-        """Have the kernel read the headers of `count` slots meanwhile."""
+        """Advise the kernel to read the headers of `count` slots ahead."""
         offset = PAGE_BYTES + first * HEADER_BYTES
         with suppress(OSError):  # no more than advice
             os.posix_fadvise(self._buffered, offset, count * HEADER_BYTES, os.POSIX_FADV_WILLNEED)
@@ -215,7 +215,7 @@ class Slab(SlabReader):
         self.slots = slots
 
     def grow(self, slots: int) -> None:
-        """Have the file system allocate `slots` slots with their headers. Raises OSError; then it has no slot more."""
+        """Allocate disk space for `slots` slots with their headers. Raises OSError; then there is no slot more."""
         start = self.superblock.file_bytes(self.slots)
         end = self.superblock.file_bytes(slots)
         headers = PAGE_BYTES + self.slots * HEADER_BYTES, (slots - self.slots) * HEADER_BYTES
@@ -228,7 +228,7 @@ class Slab(SlabReader):
         self.slots = slots
 
     def _allocate(self, offset: int, length: int) -> None:
-        """Have the file system keep room for these bytes of the file, which are part of it afterwards.
+        """Allocate disk space for these bytes of the file, which are part of it afterwards.
 
         One that cannot shows by a failing write that it is full. Raises OSError.
         """
@@ -246,7 +246,7 @@ class Slab(SlabReader):
             raise OSError(number := ctypes.get_errno(), os.strerror(number))
 
     def fill(self, slots: Sequence[int]) -> None:
-        """Have the file system allocate `slots`, in holes of the file. Raises OSError; then it has some of them."""
+        """Allocate disk space for `slots`, in holes of the file. Raises OSError; then some of them have it."""
         for first, count in runs(slots):
             self._allocate(self.superblock.file_bytes(slots[first]), count * self.superblock.slot_bytes)
 

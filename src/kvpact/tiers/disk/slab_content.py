@@ -47,7 +47,7 @@ blocks 0.3 s: no scheduler waits so long (H58)."""
 
 
 def _trim_heap() -> None:
-    """Have the C library return what it keeps of freed memory: up to 80 MB after a large table."""
+    """Return freed memory that the C library keeps, up to 80 MB after a large table, to the system."""
     with suppress(OSError, AttributeError):  # another C library than GNU's
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -96,7 +96,7 @@ class SlabContent:
     # Records
 
     def note(self, slot: int, header: RecordHeader) -> None:
-        """Keep of a slot's record what a read needs; the lock is held."""
+        """Record the digest and length of a slot's payload, which a read needs; the lock is held."""
         self.digests[slot] = header.digest
         self.lengths[slot] = header.length
 

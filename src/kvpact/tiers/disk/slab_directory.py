@@ -103,7 +103,7 @@ class _Newcomer:
         self._descriptor = -1
 
     def remove(self) -> None:
-        """Take the sign away."""
+        """Remove the sign."""
         with suppress(OSError):
             self.path.unlink()
         self.close()
@@ -234,7 +234,7 @@ class SlabDirectory:
         return not item.in_use and now < (self._opened_at if seen is None else seen) + ABSENT_S
 
     def announce(self) -> None:
-        """Have the other engines make room for this one, until `end_announcement`. Must be locked. Raises OSError."""
+        """Ask other engines to make room for this one, until `end_announcement`. Must be locked. Raises OSError."""
         self._newcomer = self._newcomer or _Newcomer(self)
 
     def end_announcement(self) -> None:
@@ -270,7 +270,7 @@ class SlabDirectory:
             for item in removable:
                 if excess > 0 and self._remove_unused(item.path):
                     excess -= item.file_bytes
-        said = self._unremovable.tell()
+        said = self._unremovable.log()
         if excess > 0:
             raise NoRoomYet(
                 f"other slabs leave {excess} bytes too little of the directory's {self.capacity_bytes}"
@@ -297,7 +297,7 @@ class SlabDirectory:
             os.ftruncate(descriptor, 0)
 
     def grow(self, slab: Slab, needed: int, generous: int, timeout: float, grow: Callable[[int], None]) -> None:
-        """Have `grow` give a slab `needed` slots, or `generous` ones if the disk has room for them.
+        """Grow a slab by `grow` to `needed` slots, or to `generous` ones if the disk has room for them.
 
         Idle slabs are removed for that. Raises TierError and OSError.
         """

@@ -62,7 +62,7 @@ class SlabSize:
                     self._grow(self._kept() + lacking, self._fill)
 
     def _fill(self, slots: int) -> None:
-        """Have the file take `slots` slots, by filling holes. Raises OSError; then they are to be punched again."""
+        """Grow the file to `slots` slots, by filling holes. Raises OSError; then they are to be punched again."""
         filled = slots - self._kept()
         self._slab.claim(max(self._slab.superblock.file_bytes(slots), self._slab.taken_bytes()), os.getpid())
         self._holes = min(self._holes, len(self._parked) - filled)
@@ -81,7 +81,7 @@ class SlabSize:
         return next((index for index, slot in enumerate(slots) if slot >= self._slab.slots), len(slots))
 
     def _grow(self, needed: int, grow: Callable[[int], None]) -> None:
-        """Have `grow` let the file take `needed` slots or some more; after a failure not for `GROWTH_RETRY_S`.
+        """Grow the file by `grow` to `needed` slots or some more; after a failure not for `GROWTH_RETRY_S`.
 
         Whatever is in the way, the directory's capacity or a limit of the file system, the slots that the file does not
         have are given up until then: blocks are evicted for new ones.

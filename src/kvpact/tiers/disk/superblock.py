@@ -170,13 +170,13 @@ class Superblock:
 
 
 def refuted_in(folder: Path) -> frozenset[bytes]:
-    """The runs whose records in the slabs of a folder are not served: each has left an empty file there."""
+    """Runs whose records in the slabs of a folder are not served: each has left an empty file there."""
     found = (path.stem for path in folder.glob(f"*{_REFUTED_SUFFIX}"))
     return frozenset(bytes.fromhex(name) for name in found if re.fullmatch(f"[0-9a-f]{{{2 * RUN_BYTES}}}", name))
 
 
 def refute_in(folder: Path, run: bytes, access: Access) -> None:
-    """Have no record of this run served from the slabs of a folder, by engines that open or look at them from now on.
+    """Mark a run invalid in the slabs of a folder: engines that open or scan them afterwards serve none of it.
 
     Raises OSError.
     """

@@ -52,7 +52,7 @@ class StoreRefused(StoreError):
 
 
 class ClientBroken(StoreRefused):
-    """The client itself breaks down on our options, and tells of it on standard error each time."""
+    """The client itself breaks down on our options, and prints that on standard error each time."""
 
 
 class ObjectChanged(Exception):
@@ -133,7 +133,7 @@ class Bucket:
                 return ObjectBytes(memoryview(b""), 0, {})
             if self._gone(error):
                 return None
-            raise self._told(error) from None
+            raise self._translated(error) from None
 
     def put(self, name: str, data: bytes, replaced: PackVersion | None = None) -> PackVersion | None:
         """Store a new object, or replace the version `replaced`; None if another one is there."""
@@ -156,7 +156,7 @@ class Bucket:
         except self._failures as error:
             if replaced is not None and self._gone(error):
                 return None
-            raise self._told(error) from None
+            raise self._translated(error) from None
 
     def delete(self, name: str) -> None:
         """Remove an object if it exists."""
@@ -164,7 +164,7 @@ class Bucket:
             self._api.delete(self.client, name)
         except self._failures as error:
             if not self._gone(error):
-                raise self._told(error) from None
+                raise self._translated(error) from None
 
     def pages(self, folder: str = "") -> Iterator[list[str]]:
         """The names of all objects in a folder, or in all."""
@@ -179,7 +179,7 @@ class Bucket:
         except self._failures as error:
             if self._gone(error):
                 return None
-            raise self._told(error) from None
+            raise self._translated(error) from None
 
     def close(self) -> None:
         """Start no more requests. Does not wait for those under way."""
@@ -189,12 +189,12 @@ class Bucket:
     def _gone(error: Exception) -> bool:
         return isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(str(error))
 
-    def _told(self, error: Exception) -> StoreError:
+    def _translated(self, error: Exception) -> StoreError:
         """The StoreError for an error of the client; it takes only words from it that cannot be a secret."""
         text = str(error)
-        if self.files is not None and (told := re.search(r"(?:os error|Errno) (\d+)", text)):
-            kind = StoreFull if int(told[1]) in FULL else StoreError
-            return kind(f"{self.place}: {os.strerror(int(told[1]))}")
+        if self.files is not None and (number := re.search(r"(?:os error|Errno) (\d+)", text)):
+            kind = StoreFull if int(number[1]) in FULL else StoreError
+            return kind(f"{self.place}: {os.strerror(int(number[1]))}")
         status = re.search(r"status code: (\d{3})", text)
         code = re.search(r"<Code>(\w{1,40})</Code>", text)
         answer = f"HTTP {status[1]}{f' ({code[1]})' if code else ''}" if status else type(error).__name__
@@ -231,8 +231,8 @@ class Bucket:
         return StoreError(f"{self.place}: the answer is unusable ({answer})")
 
 
-def _version(told: Mapping[str, Any]) -> PackVersion:
-    return {key: told[key] for key in ("e_tag", "version") if told[key] is not None}
+def _version(meta: Mapping[str, Any]) -> PackVersion:
+    return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
 
 
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")

@@ -35,7 +35,7 @@ GAP_BYTES: Final = 128 << 10
 """Unneeded bytes that one request may read to save another: a request takes as long as some megabytes."""
 
 REMEMBERED_RECORDS: Final = 65_536
-"""At most this many records' places are remembered: 20 MB for tens of gigabytes of blocks. No pack has more."""
+"""Most records whose places are remembered: 20 MB for tens of gigabytes of blocks. No pack has more."""
 
 
 PackVersion: TypeAlias = Mapping[str, str]
@@ -159,7 +159,7 @@ class PackMemory:
             return self._holders.get(name, ())
 
     def locate(self, names: Iterable[str]) -> dict[str, Pack]:
-        """For each of these records a known pack that holds it."""
+        """Map each of these records to a known pack that holds it."""
         with self._lock:
             found = {name: self._packs[self._holders[name][0]] for name in names if name in self._holders}
             for pack in {pack.name for pack in found.values()}:
@@ -173,9 +173,11 @@ class PackMemory:
         """Verify that packs and holders name the same records, for tests. Raises PactViolation."""
         with self._lock:
             held = {(record, pack.name) for pack in self._packs.values() for record in pack.records}
-            told = {(record, pack) for record, packs in self._holders.items() for pack in packs}
-            if held != told or len(held) != self._records:
-                raise PactViolation(f"{self._records} records counted, {len(held)} in packs, {len(told)} with holders")
+            listed = {(record, pack) for record, packs in self._holders.items() for pack in packs}
+            if held != listed or len(held) != self._records:
+                raise PactViolation(
+                    f"{self._records} records counted, {len(held)} in packs, {len(listed)} with holders"
+                )
 
 
 @dataclass(slots=True)

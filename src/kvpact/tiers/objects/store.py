@@ -97,7 +97,7 @@ class ObjectStore(RecordStore):
             self._find(names)
 
     def known(self, names: Sequence[str]) -> list[str]:
-        """Those of the records whose packs are remembered."""
+        """Names of the records whose packs are remembered."""
         return [*self.memory.locate(names)]
 
     def _look(self, packs: Collection[str]) -> dict[str, Pack]:
@@ -375,7 +375,7 @@ class ObjectStore(RecordStore):
                     continue
                 left -= size
                 evicted += 1
-        self._unremovable.tell()
+        self._unremovable.log()
         self.evicted += evicted
         return evicted + len(gone)
 

@@ -44,7 +44,7 @@ class Batches:
         deadline: float,
         value_bytes: Callable[[int], int] | None = None,
     ) -> None:
-        """For each key let `send` send commands to the key's server, then let `receive` read the replies.
+        """Call `send` for each key, with a connection to its server, then `receive` for the replies.
 
         All commands are sent first, or, with the `value_bytes` of each key's replies, as many as `WINDOW_BYTES` allows.
         Repeats this once for keys that have moved to other servers.

@@ -22,7 +22,7 @@ from kvpact.tiers.shared.store import RecordBuffer, RecordPieces, StoreError
 from kvpact.tiers.urls import host_and_port
 
 _IDLE: Final = 16
-"""At most this many idle connections to one server are kept; a tier's executor has fewer threads."""
+"""Most idle connections to one server that are kept; a tier's executor has fewer threads."""
 
 _RECEIVE_BYTES: Final = 16 << 10
 _SMALL_BYTES: Final = 8 << 10
@@ -287,7 +287,7 @@ def _answers_without_tls(address: Address, deadline: float) -> bool:
 
 
 class Pool:
-    """At most `most_idle` idle connections to each server, kept for the next call."""
+    """Pool of at most `most_idle` idle connections to each server, kept for the next call."""
 
     def __init__(self, access: Credentials, most_idle: int = _IDLE) -> None:
         self._access = access

@@ -231,9 +231,9 @@ class RedisStore(RecordStore):
             for server in self._batches.servers.all(deadline):
                 reply = self._batches.pool.ask(server, deadline, b"INFO", b"memory")
                 lines = reply.decode(errors="replace").splitlines() if isinstance(reply, bytes) else []
-                told = dict(line.split(":", 1) for line in lines if ":" in line)
-                used.append(int(told.get("used_memory", 0)))
-                capacity.append(int(told.get("maxmemory", 0)))
+                info = dict(line.split(":", 1) for line in lines if ":" in line)
+                used.append(int(info.get("used_memory", 0)))
+                capacity.append(int(info.get("maxmemory", 0)))
         return StoreUsage(sum(used), sum(capacity) if all(capacity) else 0)
 
     def close(self) -> None:

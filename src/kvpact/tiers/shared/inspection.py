@@ -17,7 +17,7 @@ from kvpact.tiers.base import HEADER_BYTES, RecordError, RecordHeader, RecordMac
 from kvpact.tiers.shared.store import NAMESPACE_RECORD, RecordStore, StoredRecord, headers_of, key_of
 
 _MAX_LENGTH = 1 << 30
-"""No model's block is as large; a planted record may claim to be."""
+"""Bytes above the payload of any model's block; a planted record may claim more."""
 
 _MAX_FIELDS = 64 << 10
 """Bytes of a namespace's description, which has some 1,000."""

@@ -26,7 +26,7 @@ class RefutedRuns:
         self._group = group
         self._refuted: set[bytes] = set()
         self._asked: dict[bytes, float] = {self.own: inf}
-        """When there was no mark of a run."""
+        """Time of the last look at which a run had no mark."""
 
     def refute(self) -> None:
         """Leave a mark: no engine is given a record of this one's run."""

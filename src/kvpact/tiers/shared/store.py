@@ -119,7 +119,7 @@ class RecordStore(ABC):
         return next((record.nbytes for record in self.names(name.partition("/")[0]) if record.name == name), None)
 
     def make_room(self, nbytes: int) -> int:
-        """After a StoreFull: evict what was used least recently, `nbytes` and a part of all; how many records went.
+        """Evict least recently used records after a StoreFull: `nbytes` and a part of all; returns their number.
 
         0 where that is the server's to do, or nothing can go.
         """
@@ -158,10 +158,10 @@ class SupportsPacks(Protocol):
         """Number of the records, from the first on, that are there now."""
 
     def locate(self, names: Sequence[str]) -> None:
-        """Find out where the records are, up to the first that is missing, unless the place of all is known."""
+        """Look for the records' places, up to the first that is missing, unless all are known."""
 
     def known(self, names: Sequence[str]) -> list[str]:
-        """Those of the records whose place the store knows, without a look."""
+        """Names of the records whose place the store knows, without a look."""
 
     def write_pack(self, names: Sequence[str], records: Sequence[RecordPieces]) -> None:
         """Store records of blocks that follow one another, together; one that exists may stay as it is."""

@@ -61,7 +61,7 @@ _Run: TypeAlias = Sequence[Entry]
 """Blocks to be stored, each of which follows the one before it."""
 
 FULL_SECONDS: Final = 600.0
-"""For so long after its place was full a tier says so, or that long it evicts nothing more if that did not help."""
+"""Seconds after a StoreFull in which a tier reports it, or evicts nothing more if an eviction did not help."""
 
 USAGE_SECONDS: Final = 30.0
 """Maximum age of the known usage while blocks are written."""
@@ -151,7 +151,7 @@ class SharedTier(Tier):
         return range(len(keys))
 
     def _read(self, keys: Sequence[BlockKey], buffers: Sequence[BlockBuffer]) -> Iterator[bool]:
-        """Read block `keys[i]` into `buffers[i]`, all at once; then say of each whether it is there and valid.
+        """Read block `keys[i]` into `buffers[i]`, all at once; yields for each whether it is there and valid.
 
         Ends at once if the store fails.
         """
@@ -303,7 +303,7 @@ class SharedTier(Tier):
                 write(self._names([entry.key for entry in batch]), [self._record(entry, now) for entry in batch])
 
     def _with_room(self, write: Callable[[], None], nbytes: int) -> None:
-        """Call `write`, and again where the place is full, after what was used least recently has gone.
+        """Call `write`, and again where the place is full, after an eviction of least recently used records.
 
         If that was in vain, as with a quota on others' files, no more goes for `FULL_SECONDS`. Raises StoreError.
         """
