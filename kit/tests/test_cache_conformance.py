@@ -16,8 +16,8 @@ from kvpact_testkit.cache.conformance import (
     CacheFactory,
     CacheUnderTest,
     run_conformance,
-    run_suite_as_report,
 )
+from kvpact_testkit.cache.random_plays import random_play
 from kvpact_testkit.cache.subjects import (
     lazy_pact_cache,
     pact_cache,
@@ -155,21 +155,16 @@ def test_the_properties_and_hazards_of_a_cache_all_have_a_broken_one() -> None:
 
 @pytest.mark.proof
 def test_random_plays_find_a_mistake_by_themselves_and_shorten_it() -> None:
+    """Two of three seeds do. What hypothesis plays depends on the modules of the process too: some runs miss it."""
     kind = next(kind for kind in BROKEN if kind.__name__ == "SettlesAtOnceWhenCancelled")
-
-    class PlayedMore(CacheConformance):
-        """What hypothesis plays depends on the modules of the process: with few plays some processes miss it."""
-
-        plays = 16
-
-        def make_cache(self, place: CacheContext) -> ExternalCache | CacheUnderTest:
-            return made_of(kind)(place)
-
-    (check,) = run_suite_as_report(PlayedMore, "a broken cache", only="random_plays").checks
-    assert check.verdict is Verdict.BROKEN
-    assert check.violations[0].broken == "P10"
-    calls = [line for line in check.script if not line.startswith("    ")]
-    assert len(calls) < 20
+    found: list[tuple[str, int]] = []
+    for seed in range(3):
+        broken = random_play(made_of(kind), seed, CacheConformance.calls, plays=32, mode="vllm-0.33")
+        if broken is not None:
+            found.append((broken.protects[0], len(broken.calls)))
+        if sum(name == "P10" and length < 20 for name, length in found) == 2:
+            return  # the third can change neither what most find nor the median length
+    pytest.fail(f"of three seeds these found something: {found}")
 
 
 def test_a_cache_that_caches_nothing_is_not_observable_rather_than_good() -> None:
