@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from kvpact.tiers.directory.quota import CONTROL, CONTROL_BYTES
 from kvpact.tiers.directory.store import DirectoryStore, open_directory
 from kvpact.tiers.urls import parse_tier_url
 
-WRITERS = 400
+WRITERS = 100
 RECORD = [bytes(700)]
 TAKEN = 4096
 """What a record takes of the file system."""
@@ -69,31 +69,24 @@ def open_and_die(path: Path, moment: str) -> None:
     open_store(path)
 
 
-def open_with_others(path: Path) -> None:
-    """One of several processes that open the directory at the same moment; it stays until it is told to go."""
-    print("ready", flush=True)
-    sys.stdin.readline()
+def open_with_others(path: Path, go: int, opened: int, end: int) -> None:
+    """One of several processes that open the directory at the same moment, told by pipes; it stays until the end."""
+    os.read(go, 1)
     store = open_store(path)
     store.write([name(10_000 + os.getpid())], [RECORD])
-    print("open", flush=True)
-    sys.stdin.readline()
+    os.write(opened, b"o")
+    os.read(end, 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(what: str, *arguments: object) -> subprocess.Popen[str]:
-    """One of the functions above, in a process of its own."""
-    path = os.pathsep.join(sys.path)
-    program = f"import test_dead_writers as tests; from pathlib import Path; tests.{what}{arguments!r}"
-    program = program.replace("PosixPath", "Path")
-    return subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-
-
-def ends(process: subprocess.Popen[str]) -> None:
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
+def dies(act: Callable[..., None], *arguments: object) -> None:
+    """One of the functions above, in a process of its own, which is killed."""
+    if (pid := os.fork()) == 0:
+        try:
+            act(*arguments)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def counters(path: Path) -> list[str]:
@@ -123,8 +116,8 @@ def files_opened() -> Iterator[list[str]]:
         _opened = None
 
 
-def test_h65_a_write_does_not_cost_more_after_400_writers_died(tmp_path: Path) -> None:
-    ends(start("write_and_die", tmp_path, 0, WRITERS))
+def test_h65_a_write_does_not_cost_more_after_a_hundred_writers_died(tmp_path: Path) -> None:
+    dies(write_and_die, tmp_path, 0, WRITERS)
     assert len(counters(tmp_path)) == WRITERS
     store = open_store(tmp_path)
     with files_opened() as opened:
@@ -139,20 +132,20 @@ def test_h65_a_write_does_not_cost_more_after_400_writers_died(tmp_path: Path) -
 
 
 def test_h65_restarts_that_are_killed_leave_one_counter(tmp_path: Path) -> None:
-    for number in range(12):
-        ends(start("write_and_die", tmp_path, number, 1))
+    for number in range(6):
+        dies(write_and_die, tmp_path, number, 1)
         assert len(counters(tmp_path)) == 1
     store = open_store(tmp_path)
-    assert store.usage().used_bytes == CONTROL_BYTES + 12 * TAKEN
+    assert store.usage().used_bytes == CONTROL_BYTES + 6 * TAKEN
 
 
 @pytest.mark.parametrize(
     "moment", ["before it is written down", "when it is written down", "when half of them are removed"]
 )
 def test_h65_a_kill_while_the_dead_are_counted_counts_no_byte_twice_and_none_less(moment: str, tmp_path: Path) -> None:
-    ends(start("write_and_die", tmp_path, 0, WRITERS))
-    for _ in range(3):
-        ends(start("open_and_die", tmp_path, moment))
+    dies(write_and_die, tmp_path, 0, WRITERS)
+    for _ in range(2):
+        dies(open_and_die, tmp_path, moment)
         if moment == "when half of them are removed":
             break
     store = open_store(tmp_path)
@@ -163,27 +156,21 @@ def test_h65_a_kill_while_the_dead_are_counted_counts_no_byte_twice_and_none_les
 
 
 def test_h65_processes_that_open_at_once_count_the_dead_once(tmp_path: Path) -> None:
+    others = 4
     for round_ in range(3):
-        ends(start("write_and_die", tmp_path, round_ * 100, 100))
-        others = [start("open_with_others", tmp_path) for _ in range(4)]
-        try:
-            for line in ("ready", "open"):
-                for other in others:
-                    assert other.stdout is not None
-                    assert other.stdout.readline().strip() == line
-                if line == "ready":
-                    for other in others:
-                        assert other.stdin is not None
-                        other.stdin.write("\n")
-                        other.stdin.flush()
+        dies(write_and_die, tmp_path, round_ * 100, 100)
+        (go, let_go), (opened, told), (end, let_end) = (os.pipe() for _ in range(3))
+        with ThreadPoolExecutor(others) as pool:
+            ended = [pool.submit(dies, open_with_others, tmp_path, go, told, end) for _ in range(others)]
+            os.write(let_go, b"g" * others)
+            assert b"".join(os.read(opened, 1) for _ in range(others)) == b"o" * others
             store = open_store(tmp_path)
-            assert len(counters(tmp_path)) <= len(others)
-            written = (round_ + 1) * (100 + len(others))
+            assert len(counters(tmp_path)) <= others
+            written = (round_ + 1) * (100 + others)
             assert store.usage().used_bytes == CONTROL_BYTES + written * TAKEN
-        finally:
-            for other in others:
-                other.kill()
-                other.communicate()
+            os.write(let_end, b"e" * others)
+            for one in ended:
+                one.result(60)
 
 
 def test_h65_what_a_writer_says_while_the_dead_are_counted_is_not_lost(
@@ -194,7 +181,7 @@ def test_h65_what_a_writer_says_while_the_dead_are_counted_is_not_lost(
         path = tmp_path / read
         path.mkdir()
         writer = open_store(path)
-        ends(start("write_and_die", path, 0, 50))
+        dies(write_and_die, path, 0, 50)
         original = getattr(writer.quota, read)
 
         def behind(original=original, path=path, writer=writer, read=read):  # type: ignore[no-untyped-def]
@@ -209,7 +196,7 @@ def test_h65_what_a_writer_says_while_the_dead_are_counted_is_not_lost(
 
 def test_h65_what_is_counted_outlasts_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snapshot and its name are on disk before the first counter goes."""
-    ends(start("write_and_die", tmp_path, 0, 20))
+    dies(write_and_die, tmp_path, 0, 20)
     done: list[str] = []
     fsync, rename, unlink = os.fsync, os.rename, Path.unlink
 

@@ -317,10 +317,10 @@ def verify(tier: SharedTier) -> int:
 
 @pytest.mark.timeout(60)
 def test_h22_writers_killed_at_any_moment_leave_only_sound_records(tmp_path: Path) -> None:
-    """20 lives end with -9. Temporary files of the dead are removed, and their reserved bytes given back."""
+    """10 lives end with -9. Temporary files of the dead are removed, and their reserved bytes given back."""
     chance = random.Random(4)
     left = 0
-    for seed in range(20):
+    for seed in range(10):
         writer = start_writer(tmp_path, seed, 40)
         while not (tmp_path / OWN_FOLDER / CONTROL / "stocktaking").exists():
             time.sleep(0.01)

@@ -97,48 +97,65 @@ def place() -> Iterator[Path]:
         yield place
 
 
+def open_places(place: Path) -> list[Path]:
+    """A folder for each of `KINDS`, in which every user may do everything."""
+    places = [place / kind for kind in KINDS]
+    for each in places:
+        each.mkdir()
+        each.chmod(0o777)
+    return places
+
+
 # Who can read
 
 
 @needs_root
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-@pytest.mark.parametrize("kind", KINDS)
-def test_h84_nobody_else_can_read_what_is_stored_whatever_the_umask(kind: str, umask: int, place: Path) -> None:
-    storing = f"{STORE}\nprint(json.dumps(stored({url_of(kind, place)!r}, 'secrets')))"
-    assert as_user(SECOND_USER, storing, place, umask=umask) == 4
-    found = modes(place)
-    assert found == {"folders": {"700"}, "files": {"600"}}
+def test_h84_nobody_else_can_read_what_is_stored_whatever_the_umask(umask: int, place: Path) -> None:
+    places = open_places(place)
+    storing = f"{STORE}\nprint(json.dumps([stored(url, 'secrets') for url in {[*map(url_of, KINDS, places)]}]))"
+    assert as_user(SECOND_USER, storing, place, umask=umask) == [4, 4, 4]
+    assert [modes(place) for place in places] == [{"folders": {"700"}, "files": {"600"}}] * 3
     assert as_user(OTHER_USER, READ_ALL, place) == []
 
 
 @needs_root
-@pytest.mark.parametrize("kind", KINDS)
-def test_h84_while_a_tier_is_open_nobody_else_can_read_it(kind: str, place: Path) -> None:
-    tier = open_here(kind, place)
-    assert put(tier, "secrets") == 4
-    assert modes(place) == {"folders": {"700"}, "files": {"600"}}
+def test_h84_while_a_tier_is_open_nobody_else_can_read_it(place: Path) -> None:
+    places = open_places(place)
+    tiers = [*map(open_here, KINDS, places)]
+    assert [put(tier, "secrets") for tier in tiers] == [4, 4, 4]
+    assert [modes(place) for place in places] == [{"folders": {"700"}, "files": {"600"}}] * 3
     assert as_user(OTHER_USER, READ_ALL, place) == []
-    tier.close()
+    for tier in tiers:
+        tier.close()
 
 
 @needs_root
-@pytest.mark.parametrize("kind", KINDS)
-def test_h84_a_group_that_is_named_shares_and_nobody_else(kind: str, place: Path) -> None:
+def test_h84_a_group_that_is_named_shares_and_nobody_else(place: Path) -> None:
     """Two users of the group, with the umask that most have: each serves what the other stored."""
-    url = url_of(kind, place, GROUP)
+    places = open_places(place)
+    urls = [url_of(kind, its, GROUP) for kind, its in zip(KINDS, places, strict=True)]
     members: dict[str, Any] = {"groups": (GROUP,), "umask": 0o022}
     for user, name in ((SECOND_USER, "first"), (OTHER_USER, "second")):
-        assert as_user(user, f"{STORE}\nprint(json.dumps(stored({url!r}, {name!r})))", place, **members) == 4
+        storing = f"{STORE}\nprint(json.dumps([stored(url, {name!r}) for url in {urls}]))"
+        assert as_user(user, storing, place, **members) == [4, 4, 4]
     for user in (SECOND_USER, OTHER_USER):
-        both = f"{STORE}\nprint(json.dumps([served({url!r}, 'first'), served({url!r}, 'second')]))"
-        assert as_user(user, both, place, **members) == [4, 4]
-    assert modes(place) == {"folders": {"2770"}, "files": {"660"}}
+        both = f"{STORE}\nprint(json.dumps([served(url, name) for url in {urls} for name in ('first', 'second')]))"
+        assert as_user(user, both, place, **members) == [4] * 6
+    assert [modes(place) for place in places] == [{"folders": {"2770"}, "files": {"660"}}] * 3
     assert as_user(THIRD_USER, READ_ALL, place) == []
-    without = f"{STORE}\ntry: stored({url!r}, 'third')\nexcept TierError as error: print(json.dumps(str(error)))"
-    message = str(as_user(THIRD_USER, without, place))
+    without = f"""{STORE}
+said = []
+for url in {urls}:
+    try: stored(url, 'third')
+    except TierError as error: said.append(str(error))
+print(json.dumps(said))"""
+    messages = as_user(THIRD_USER, without, place)
+    assert isinstance(messages, list)
     owner = f"(user {SECOND_USER}, group {GROUP}, mode 2770)"
-    assert f"{place}/kvpact is not a folder of user {THIRD_USER} {owner}" in message
-    assert f"its group {GROUP}, and this user a member of that" in message
+    for its, message in zip(places, messages, strict=True):
+        assert f"{its}/kvpact is not a folder of user {THIRD_USER} {owner}" in message
+        assert f"its group {GROUP}, and this user a member of that" in message
 
 
 def test_h84_a_group_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def kill_and_check(directory: Path, slots: int, seed: int, monkeypatch: pytest.M
 
 def test_h22_h59_kills_lose_nothing_and_serve_nothing_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = 60  # fewer than the 144 blocks that the process works with: it evicts all the time
-    served_blocks = [kill_and_check(tmp_path, slots, seed, monkeypatch) for seed in range(25)]
-    assert sum(count > 0 for count in served_blocks) > 20
+    served_blocks = [kill_and_check(tmp_path, slots, seed, monkeypatch) for seed in range(12)]
+    assert sum(count > 0 for count in served_blocks) > 8
     left = set((tmp_path / "kvpact").iterdir())
     assert left == {slab_path(tmp_path), tmp_path / "kvpact" / "lock"}, "nothing else is left in the directory"
 
