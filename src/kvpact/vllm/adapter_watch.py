@@ -48,7 +48,7 @@ def _say(table: LoadedAdaptersWriter, lora_request: Any, stamp: bytes) -> None:
     try:
         table.loaded(int(lora_request.lora_int_id), stamp)
     except Exception:
-        logger.exception("kvpact: it could not be said that the adapter %s was loaded", lora_request)
+        logger.exception("kvpact: the loading of the adapter %s could not be recorded", lora_request)
 
 
 def _look(lora_request: Any) -> FilesSeen | None:

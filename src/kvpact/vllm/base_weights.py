@@ -1,4 +1,4 @@
-"""Which weights vLLM has loaded: a name from the user, a commit of the model hub, or a digest over files.
+"""Identity of vLLM's weights: a name from the user, a commit of the model hub, or a digest over files.
 
 Owns the translation from vLLM's configuration into one of these, remote code included. A branch or a tag never
 identifies weights; what cannot be identified raises one ConfigError that names `model_id`.
@@ -47,7 +47,7 @@ FROM_THE_MODEL = frozenset(
 def base_weights(vllm_config: Any, model_id: str | None) -> BaseWeights:
     """The weights that the engine has loaded. Looks at directories, reads no file.
 
-    Raises ConfigError if they cannot be told from others.
+    Raises ConfigError if they cannot be identified.
     """
     if model_id is not None:
         return BaseWeights((f"id:{model_id}",))
@@ -84,7 +84,7 @@ def _hub_model(model: str, revision: str | None, cache: str | None) -> str:
     from vllm import envs
 
     if envs.VLLM_USE_MODELSCOPE:
-        raise cannot_tell(f"{model!r} is on ModelScope, which does not say which commit was loaded")
+        raise cannot_tell(f"{model!r} is on ModelScope, which does not report the loaded commit")
     commit = hub_commit(model, revision, cache)
     if commit is None:
         raise cannot_tell(f"{model!r} is no file or directory, and its commit on the hub is not known")
@@ -110,7 +110,7 @@ def hub_commit(repository: str, revision: str | None, cache: str | None) -> str 
 
 
 def hub_folder(repository: str, cache: str | None) -> Path:
-    """The folder in which the hub's cache (None: the usual one) keeps a model's repository."""
+    """The folder where the hub's cache (None: the usual one) keeps a model's repository."""
     return Path(cache or HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
 
 

@@ -1,4 +1,4 @@
-"""What a scheduler under the pact sees of a step: where each match went, and what vLLM must be told of refusals.
+"""Exits of matches in each step of a scheduler under the pact, and refusals to report to vLLM.
 
 Owns one `MatchTracker` for each connector that speaks the pact, and the facts of the running step. Adds nothing to
 vLLM's decisions, but that a match which its connector takes back gets no blocks.
@@ -28,7 +28,7 @@ class EngineExits:
         self._refused: list[tuple[Any, set[int]]] = []
         """Steps under way, and the blocks of loads that they wait for and that their connectors have refused."""
         self.throttled = False
-        """Whether the running step may start no prompts."""
+        """True if the running step may start no prompts."""
         connector, no_blocks = scheduler.connector, self._manager.empty_kv_cache_blocks
         self.trackers: list[MatchTracker] = []
         leaves = compat.leaves_of(connector)
@@ -48,7 +48,7 @@ class EngineExits:
     # The step
 
     def end_step(self, output: Any) -> None:
-        """All requests of the step are chosen: say where each match went that was not taken."""
+        """All requests of the step are chosen: report the exit of each match that was not taken."""
         if self._allocate_slots is not None:
             self._stop_watching()
         finished = output.finished_req_ids
@@ -60,7 +60,7 @@ class EngineExits:
                 self._load_fewer(tracker, output)
 
     def step_ended(self, output: Any) -> None:
-        """The step's report is in. Of loads that were committed with it, vLLM hears which tokens will not come."""
+        """The step's report is in: tell vLLM the tokens that will not come of loads that were committed with it."""
         self._refused = [entry for entry in self._refused if entry[0] is not output]
         for tracker in self.trackers:
             self._load_fewer(tracker)
@@ -69,7 +69,7 @@ class EngineExits:
         for short in tracker.shortfalls:
             if short.asynchronous:
                 compat.load_fewer(self._scheduler, short.request, short.missing, nothing=short.accepted == 0)
-            else:  # vLLM has published the blocks: it must hear from the step's report that they are not loaded
+            else:  # vLLM has published the blocks: the step's report must name them as not loaded
                 self._refused.append((output, compat.blocks_behind(self._scheduler, short.request, short.missing)))
         tracker.shortfalls.clear()
 
@@ -78,7 +78,7 @@ class EngineExits:
         return set[int]().union(*(blocks for step, blocks in self._refused if step is output))
 
     def _why(self, output: Any, found: OpenMatch, asked: bool) -> ExternalMatchExit | None:
-        """Why a match was not taken in this step, if nothing has said so; None: it is taken with the step's output."""
+        """Reason for which a match was not taken in this step, if none is noted; None: taken with the step's output."""
         request = found.request
         if compat.commits_later(self._scheduler, request.request_id):
             return None

@@ -1,4 +1,4 @@
-"""What decides the content of all KV blocks of an engine under vLLM: its namespace.
+"""Namespace of an engine under vLLM: all that decides the content of its KV blocks.
 
 Owns the translation from vLLM's configuration into `Namespace`.
 """

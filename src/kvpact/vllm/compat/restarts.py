@@ -1,7 +1,7 @@
 """Requests over blocks that hold something else than they should begin again, whatever steps of theirs are under way.
 
 Owns the block tables of requests that left their blocks while a step was under way. Works by what vLLM does at a reset
-of its prefix cache with requests running: they are preempted, and what steps under way say of them is dropped.
+of its prefix cache with requests running: they are preempted, and outputs of steps in flight are dropped for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Table = tuple[str, Sequence[int]]
 
 
 def spread(spoilt: set[int], tables: Sequence[Table], *, several: bool) -> set[str]:
-    """Add to `spoilt` what was computed over it: in each table what is behind; of `several` groups, the whole table.
+    """Add to `invalid` all blocks computed over it: in each table those behind; of `several` groups, the whole table.
 
     Returns the requests of these tables.
     """
@@ -47,7 +47,7 @@ class Restarts:
             each for each in connectors_of(scheduler.connector) if hasattr(each, "requests_begin_again")
         ]
         self.several = bool(self._connectors) and len(scheduler.kv_cache_config.kv_cache_groups) > 1
-        """Whether blocks of several KV cache groups may be named, of which vLLM's own scheduler takes no word."""
+        """True if blocks of several KV cache groups may be reported, which vLLM's own scheduler does not accept."""
         self.refused: set[int] = set()
         """Blocks of the oldest step under way whose load a connector refused when it was too late."""
         self._left: deque[list[Table]] = deque()
@@ -102,7 +102,7 @@ class Restarts:
             scheduler._preempt_request(request, None, drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             if request.prefill_stats is not None:
-                request.num_preemptions -= 1  # vLLM tells the user the hits of an admission without one before it
+                request.num_preemptions -= 1  # vLLM shows the user the hits of an admission without one before it
         for request in [scheduler.requests[name] for name in names]:
             request.num_computed_tokens = 0
             if request.status.name == LOADS:

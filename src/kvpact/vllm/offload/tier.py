@@ -36,11 +36,11 @@ KEY_CONTEXT: Final = "kvpact 2026-11 vLLM offload key"
 ANSWERS: Final = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 SAY_SECONDS: Final = 10.0
-"""A reset that waits for longer says what it waits for."""
+"""Seconds; a reset that waits for longer logs the reason."""
 
 
 class PactTier(SecondaryTierManager):
-    """One tier URL, of every kind; `kvpact.vllm.offload.settings` has what it may be told besides.
+    """One tier URL, of every kind; `kvpact.vllm.offload.settings` has its other settings.
 
     A reset begins a new epoch: nothing from before is found any more, and what a request that lives over it computes is
     not stored.
@@ -74,7 +74,7 @@ class PactTier(SecondaryTierManager):
         """When a request first asked."""
         self._metrics = Metrics()
         self._jobs: TierJobs | None = None
-        """None until the weights are told from others and the tier is open."""
+        """None until the weights are identified and the tier is open."""
         self._stats: TierStats | None = None
         self._refused: list[JobResult] = []
         self._late = LateTiers(
@@ -114,7 +114,7 @@ class PactTier(SecondaryTierManager):
     # Requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """See `SecondaryTierManager`, also for the other methods."""
+        """Begin a request (as in the other methods: `SecondaryTierManager`)."""
         self._live.add(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -145,7 +145,7 @@ class PactTier(SecondaryTierManager):
             self._refuse(job_metadata)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Nothing of a request from before a reset is stored, and nothing in a shared tier that nobody else can use."""
+        """Store no blocks of a request from before a reset, and in a shared tier none that other engines cannot use."""
         jobs, context, epoch = self._jobs, job_metadata.req_context, self._epochs.current
         if (
             jobs is None
@@ -178,7 +178,7 @@ class PactTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Begin a new epoch, and wait until nothing of ours touches host memory: vLLM is about to reset its cache.
 
-        What has not begun is given up. A write that has begun is waited for, as long as its store lets it hang.
+        Writes that have not begun are cancelled. Those that have begun are waited for, as long as their store blocks.
         """
         self._epochs.reset()
         self._outdated |= self._live
@@ -196,7 +196,7 @@ class PactTier(SecondaryTierManager):
             time.sleep(0.0005)
 
     def shutdown(self) -> None:
-        """Write what is queued, at most `shutdown_timeout` seconds, and close the tier.
+        """Flush the queue within `shutdown_timeout` seconds, and close the tier.
 
         Raises TierError if it still uses host memory: vLLM then keeps that.
         """
@@ -207,7 +207,7 @@ class PactTier(SecondaryTierManager):
         del jobs
         self._memory.release()
 
-    # Telling
+    # Reports
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = self._events or []
