@@ -29,7 +29,8 @@ def _saying_so(table: LoadedAdaptersWriter, load: Callable[..., Any]) -> Callabl
 
     @wraps(load)
     def load_adapter(lora_request: Any, *arguments: Any, **named: Any) -> Any:
-        before, stamp = _look(lora_request), NO_STAMP
+        before = _look(lora_request)
+        stamp = NO_STAMP
         try:
             answer = load(lora_request, *arguments, **named)
             if before is not None and _look(lora_request) == before:

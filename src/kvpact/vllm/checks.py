@@ -212,7 +212,8 @@ def _refuse_settings_of_engine(vllm_config: Any) -> None:
     """Raise ConfigError for settings of vLLM that break a promise."""
     import vllm
 
-    release, role = str(vllm.__version__), vllm_config.kv_transfer_config.kv_role
+    release = str(vllm.__version__)
+    role = vllm_config.kv_transfer_config.kv_role
     if role != "kv_both":
         raise ConfigError(f'kv_role is "{role}"; a cache both stores and loads: set "kv_role": "kv_both"')
     if COUNTS_HELD_BLOCKS and allows_cascade_attention(vllm_config):
@@ -317,7 +318,8 @@ def check_settings(config: KvpactConfig, vllm_config: Any, groups: EngineGroups 
 
 def log_like_vllm() -> None:
     """Send kvpact's log to the engine's handlers, unless the user has set up logging for kvpact."""
-    ours, engine = logging.getLogger("kvpact"), logging.getLogger("vllm")
+    ours = logging.getLogger("kvpact")
+    engine = logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:
         ours.handlers = engine.handlers
         ours.setLevel(engine.level)

@@ -50,7 +50,8 @@ class ComputedTokens:
         computed: list[tuple[VllmRequest, int]] = []
         step_tokens = scheduler_output.num_scheduled_tokens
         names: Iterable[str] = step_tokens
-        before, self._noted_revision = self._noted_revision, self._identities.revision
+        before = self._noted_revision
+        self._noted_revision = self._identities.revision
         if before == self._noted_revision and not self._loads.any_distrusted:
             running = scheduler_output.scheduled_cached_reqs
             others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)

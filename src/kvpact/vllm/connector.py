@@ -202,7 +202,8 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were to be loaded and were not."""
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        invalid = self._invalid_blocks
+        self._invalid_blocks = set()
         return invalid
 
     @guarded(lambda: None)

@@ -120,7 +120,8 @@ class VllmContext:
         return self._walk(start)
 
     def _walk(self, cursor: Any) -> Iterator[KVCacheBlockView]:
-        step, touched = self._step, len(self._touched)
+        step = self._step
+        touched = len(self._touched)
         while True:
             if cursor is not None and (
                 step != self._step

@@ -78,9 +78,12 @@ class VllmDevice:
         """Copy into the device. A kernel copies small pages, in one number of entries so that it is compiled once."""
         by_kernel, call = self._by_kernel(targets, sources, sizes)
         with current_platform.stream(stream):
-            for some, copy in ((slice(by_kernel), call), (slice(by_kernel, None), self._copy)):
-                if len(sizes[some]):
-                    self._swap(copy, sources[some], targets[some], sizes[some], is_src_access_order_any=True)
+            if by_kernel:
+                small = slice(by_kernel)
+                self._swap(call, sources[small], targets[small], sizes[small], is_src_access_order_any=True)
+            if by_kernel < len(sizes):
+                others = slice(by_kernel, None)
+                self._swap(self._copy, sources[others], targets[others], sizes[others], is_src_access_order_any=True)
 
     def _by_kernel(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> tuple[int, Any]:
         """Number of entries that the kernel copies, and the kernel."""

@@ -20,7 +20,8 @@ class EngineExits:
     """The matches of one scheduler, whose connector is there already; `trackers` is empty if none speaks the pact."""
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
         self._allocate_slots: Any = None
         """vLLM's own function while it is watched, which is from a promise to the end of the step at most."""
         self._watched: list[tuple[MatchTracker, OpenMatch]] = []
@@ -29,13 +30,15 @@ class EngineExits:
         """Steps under way, and the blocks of loads that they wait for and that their connectors have refused."""
         self.throttled = False
         """True if the running step may start no prompts."""
-        connector, no_blocks = scheduler.connector, self._manager.empty_kv_cache_blocks
+        connector = scheduler.connector
+        no_blocks = self._manager.empty_kv_cache_blocks
         self.trackers: list[MatchTracker] = []
         leaves = compat.leaves_of(connector)
         for each in leaves:
             if (form := form_of(each, no_blocks)) is not None:
                 tracker = MatchTracker(form, partial(self._lost_to_another, each), self._promised)
-                each.get_num_new_matched_tokens, each.update_state_after_alloc = tracker.prepare, tracker.commit
+                each.get_num_new_matched_tokens = tracker.prepare
+                each.update_state_after_alloc = tracker.commit
                 self.trackers.append(tracker)
         if self.trackers and leaves != [connector]:
             self._ask_all = connector.get_num_new_matched_tokens
@@ -129,7 +132,8 @@ class EngineExits:
 
     def _stop_watching(self) -> None:
         self._watched.clear()
-        self._manager.allocate_slots, self._allocate_slots = self._allocate_slots, None
+        self._manager.allocate_slots = self._allocate_slots
+        self._allocate_slots = None
 
     # What happens between steps
 

@@ -150,8 +150,10 @@ class HitCredit:
 
         Negative by at most what vLLM itself has counted since then.
         """
-        hits, self._hits = self._hits, {False: 0, True: 0}
-        places, self._places = self._places, {}
+        hits = self._hits
+        self._hits = {False: 0, True: 0}
+        places = self._places
+        self._places = {}
         return hits[False], hits[True], places
 
     def __len__(self) -> int:

@@ -80,7 +80,8 @@ class KVMemoryHooks:
         try:
             pages = self._pages_of(kv_caches)
             for name in sorted(pages.keys() | self._pages.keys()):
-                before, now = self._pages.get(name, "nothing"), pages.get(name, "nothing")
+                before = self._pages.get(name, "nothing")
+                now = pages.get(name, "nothing")
                 if before != now:
                     raise ConfigError(f"the KV memory of {name} came back as {now}, and had been {before}")
             memory.resume(kv_caches)

@@ -38,7 +38,8 @@ class CommittedLoads:
 
     def __init__(self, credit: HitCredit, block_size: int, *, whole_requests: bool) -> None:
         """With `whole_requests`, of several KV cache groups, a load is used or lost as a whole."""
-        self._credit, self._block_size = credit, block_size
+        self._credit = credit
+        self._block_size = block_size
         self.whole_requests = whole_requests
         self._loads: dict[str, CommittedLoad] = {}
         self._ordered: list[CommittedLoad] = []
@@ -74,7 +75,8 @@ class CommittedLoads:
 
         `found`: where, as vLLM names places.
         """
-        start, synchronous = answer.start_block, not answer.match.load_kv_async
+        start = answer.start_block
+        synchronous = not answer.match.load_kv_async
         if self.whole_requests:
             blocks = tuple(chain.from_iterable(tables))
             named = blocks if synchronous else ()

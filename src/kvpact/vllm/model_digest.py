@@ -20,7 +20,8 @@ SAMPLED_ELEMENTS = 1 << 16
 CHUNK_WORDS = 1 << 18
 """A tensor is digested in pieces of this many words of 8 bytes, so that no copy of the whole is made."""
 
-SEED, STRIDE = 20261122, 0x9E3779B97F4A7C1 | 1
+SEED = 20261122
+STRIDE = 0x9E3779B97F4A7C1 | 1
 """Weights are not chosen to make digests collide, so the factors need not be secret."""
 
 SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

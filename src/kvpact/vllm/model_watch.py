@@ -50,7 +50,8 @@ class ModelWatch:
 
     def bind(self, notices: NoticeWriter, *, samples: bool) -> None:
         """The rank's notice is there. `samples` is False if the engine itself moves weights between steps."""
-        self._notices, self._samples = notices, samples
+        self._notices = notices
+        self._samples = samples
 
     # Recorded changes
 
@@ -103,7 +104,8 @@ class ModelWatch:
             return
         now = self._clock()
         if self._sample is None:
-            self._sample, self._sampled = self._new_sample(), now
+            self._sample = self._new_sample()
+            self._sampled = now
         elif touched or now - self._step_ended > GAP_SECONDS or now - self._sampled > RARELY_SECONDS:
             self._sampled = now
             if not self._read(self._sample.is_still_true):
@@ -137,7 +139,8 @@ class ModelWatch:
         self._asleep -= set(tags) if tags else self._asleep
         if self._asleep or self._before_sleep is None or self._notices is None:
             return
-        (digests, changes, words), self._before_sleep = self._before_sleep, None
+        digests, changes, words = self._before_sleep
+        self._before_sleep = None
         if (changes, words) != (self._notices.changes, self._notices.words):
             return
         if self._digest() == digests:

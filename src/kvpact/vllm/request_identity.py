@@ -162,7 +162,8 @@ class VllmRequest:
 
     def _read(self) -> RequestIdentity | None:
         """The identity as known by now; None if any part of it is unknown. Sets `_is_open`."""
-        request, self._is_open = self.request, False
+        request = self.request
+        self._is_open = False
         if request.pooling_params is not None or not self._can_be_told():
             return None
         adapter = self._read_adapter()
@@ -178,14 +179,16 @@ class VllmRequest:
         An adapter and a salt of one name give one hash (up to 0.30), and when the last token of a session is replaced
         the hash stays (up to 0.31).
         """
-        request, known = self.request, self._identities.known
+        request = self.request
+        known = self._identities.known
         others = request.lora_request, request.prompt_embeds, request.streaming_queue
         if known is None or request.mm_features or request.resumable or any(one is not None for one in others):
             return None
         return KnownRuns(known.runs, known.block_size, request.block_hashes)
 
     def _can_be_told(self) -> bool:
-        request, identities = self.request, self._identities
+        request = self.request
+        identities = self._identities
         # The workers know a request by its id.
         for name, text in (("cache_salt", request.cache_salt), ("request_id", request.request_id)):
             if text and not (text.isascii() or _is_unicode(text)):
@@ -231,7 +234,9 @@ class VllmRequest:
 
     def _known_media(self) -> list[MediaSpan]:
         """The media up to the first whose content is unknown."""
-        features, identities, spans = self.request.mm_features, self._identities, []
+        features = self.request.mm_features
+        identities = self._identities
+        spans = []
         del self._media[len(features) :]
         self._media += [identities.media.ask(feature) for feature in features[len(self._media) :]]
         is_gapless = True
@@ -254,7 +259,8 @@ class VllmRequest:
             return {}
         if self._embeddings is None:
             is_token = prompt_token_mask(request)
-            rows, block_size = request.prompt_embeds, self._identities.block_size
+            rows = request.prompt_embeds
+            block_size = self._identities.block_size
             self._embeddings = self._identities.contents.ask(partial(embedding_digests, rows, is_token, block_size))
         self._is_open |= not self._embeddings.is_done
         return self._embeddings.value

@@ -37,7 +37,8 @@ class Resets:
     """The resets of one scheduler, whose connector is there already."""
 
     def __init__(self, scheduler: Any, exits: EngineExits) -> None:
-        self._scheduler, self._exits = scheduler, exits
+        self._scheduler = scheduler
+        self._exits = exits
         self._waiting: _Waiting | None = None
 
     @property

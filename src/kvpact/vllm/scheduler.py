@@ -106,7 +106,8 @@ class _SpeaksThePact:
             add_invalid_blocks(model_runner_output, self.restarts.refused)
         hits = split_report(model_runner_output)
         self._spared += sum(hits.values())
-        counted, connector = self.connector_prefix_cache_stats, self.connector
+        counted = self.connector_prefix_cache_stats
+        connector = self.connector
         self._count_hits = partial(self._step_hits.count, scheduler_output, hits, counted, connector)
         if not invalid_blocks(model_runner_output):
             self._count_hits()

@@ -54,10 +54,12 @@ class SchedulerSide:
         self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard, groups: EngineGroups
     ) -> None:
         self._config = fit_to_engine(config, groups, vllm_config)
-        self._groups, self._several = groups, groups.several
+        self._groups = groups
+        self._several = groups.several
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
-        self._metrics, self._budget = metrics, guard.budget
+        self._metrics = metrics
+        self._budget = guard.budget
         is_plain = not (groups.several or groups.groups.tokens_ahead)
         self._kv_groups = one_group(int(vllm_config.cache_config.block_size)) if is_plain else groups.groups
         """The KV cache groups that the cache keeps."""
@@ -121,7 +123,9 @@ class SchedulerSide:
         self.mounted.listen(self._model, verdict)
 
     def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:
-        config, vllm_config, groups = self._config, self._vllm_config, self._groups
+        config = self._config
+        vllm_config = self._vllm_config
+        groups = self._groups
         with_slots = sum(hello.slots_of is None for hello in hellos)
         return MountedCache(
             config,
@@ -204,12 +208,15 @@ class SchedulerSide:
     ) -> int:
         view = self._requests.view(request)
         mounted = self.mounted
-        answer, view.answer = view.answer, None
+        answer = view.answer
+        view.answer = None
         if num_tokens:
             self._probes.on_taken(view)
         if answer is None or mounted is None:
             return 0
-        epochs, accepted, tables = mounted.weights.epochs, 0, blocks.get_block_ids()
+        epochs = mounted.weights.epochs
+        accepted = 0
+        tables = blocks.get_block_ids()
         found = [
             (self._places.get(tier, UNKNOWN_PLACE), part) for tier, part in mounted.found_in(answer.match, num_tokens)
         ]
@@ -258,7 +265,8 @@ class SchedulerSide:
         if mounted.step_lookup is not None:
             self._computed.look_up(mounted.step_lookup, scheduler_output)
         work = mounted.cache.end_step()
-        adapters, computes = self.loads.run(scheduled.keys()), bool(scheduled)
+        adapters = self.loads.run(scheduled.keys())
+        computes = bool(scheduled)
         if work == _NO_WORK and not (adapters or self.loads.broken):
             self.loads.end_step()
             return NOTHING_TO_DO[computes]
@@ -363,6 +371,7 @@ class SchedulerSide:
         self._end_cache()
 
     def _end_cache(self) -> None:
-        mounted, self.mounted = self.mounted, None
+        mounted = self.mounted
+        self.mounted = None
         if mounted is not None:
             mounted.close()

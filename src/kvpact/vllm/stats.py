@@ -86,7 +86,8 @@ class StatsCollector:
         clock: Callable[[], float] = time.monotonic,
         collect_samples: Callable[[], Mapping[str, Sequence[float]]] = dict,
     ) -> None:
-        self._observe, self._collect_samples = observe, collect_samples
+        self._observe = observe
+        self._collect_samples = collect_samples
         self._clock = clock
         self.due_at = 0.0  # when `collect` next has something to do, on `clock`
         self._shot: Snapshot | None = None
@@ -120,14 +121,17 @@ class StatsCollector:
         In a step that `wants_step` asked for, the difference to the counts as they are.
         """
         now = self._clock()
-        is_last, self._asked_at = self._asked_at is not None, None
+        is_last = self._asked_at is not None
+        self._asked_at = None
         self.is_behind = not is_last
         if self._shot is None and not is_last:
             self._shot = self._observe() if now >= self.due_at else None
             return None
         self.due_at = now + INTERVAL_SECONDS
-        shot, self._shot = self._observe() if is_last or self._shot is None else self._shot, None
-        steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
+        shot = self._observe() if is_last or self._shot is None else self._shot
+        self._shot = None
+        steps = shot[f"{STEP_SECONDS}_count"]
+        fast = shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
         shot |= {"steps": steps, "slow_steps": steps - fast, "spent_seconds": shot[f"{STEP_SECONDS}_sum"]}
         changed = {
             name: value if kind == "gauge" else value - self._last.get(name, 0)

@@ -162,7 +162,8 @@ class StepHook:
         build = connector.build_connector_worker_meta
 
         def build_with_hits() -> Any:
-            report, hits = build(), self._hits
+            report = build()
+            hits = self._hits
             self._hits = {}
             return ReportWithHits(report, hits) if hits else report
 

@@ -70,7 +70,8 @@ def worker_facts(
         "architecture": lambda: _architecture(vllm_config.model_config, find_model),
         "position": lambda: _position(vllm_config.model_config, find_model),
     }
-    facts, problems = {}, []
+    facts = {}
+    problems = []
     for name, read in readers.items():
         try:
             facts[name] = read()
@@ -121,7 +122,8 @@ def _times(count: int, value: str) -> str:
 
 
 def _page(tensor: Any, num_blocks: int) -> str:
-    shape, strides = list(tensor.shape), list(tensor.stride())
+    shape = list(tensor.shape)
+    strides = list(tensor.stride())
     blocks = block_axis(shape, num_blocks)
     if blocks is None:
         raise ValueError(f"KV memory of shape {tuple(shape)} has no axis for its {num_blocks} blocks")

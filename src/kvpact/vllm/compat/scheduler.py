@@ -74,7 +74,8 @@ def next_free(pool: Any, after: Any) -> Any:
 
 def evict_first_of_all(pool: Any, blocks: Iterable[Any]) -> None:
     """Move free blocks to the head of the queue, in this order."""
-    queue, moved = pool.free_block_queue, list(blocks)
+    queue = pool.free_block_queue
+    moved = list(blocks)
     for block in moved:
         queue.remove(block)
     queue.prepend_n(moved)

@@ -85,8 +85,11 @@ class TierJobs:
     ) -> None:
         """`memory` is vLLM's, of rows of `row_bytes`; a request waits for at most `patience` seconds."""
         self.client = client
-        self._memory, self._row_bytes, self._patience = memory, row_bytes, patience
-        self._metrics, self._stored = metrics, stored
+        self._memory = memory
+        self._row_bytes = row_bytes
+        self._patience = patience
+        self._metrics = metrics
+        self._stored = stored
         self._at_once = AT_ONCE
         self._answers = _Answers(max(MIN_KNOWN, KNOWN_SHARE * (len(memory) // row_bytes)))
         self._loads: dict[Any, _Load] = {}
@@ -110,7 +113,8 @@ class TierJobs:
 
     def holds(self, name: BlockKey, since: float, now: float) -> bool | None:
         """True if a block can be loaded, for a request that waits `since` then; None while the store is asked."""
-        client, answers = self.client, self._answers
+        client = self.client
+        answers = self._answers
         if answers.refuted.added_since(name, now - REFUTED_SECONDS):
             return False
         believed_since = now - ASK_AGAIN_SECONDS if client.shared else since
@@ -129,7 +133,8 @@ class TierJobs:
 
     def begin(self, now: float) -> None:
         """The step ends: ask in one go for all that it wanted, and let the tier's threads begin."""
-        client, answers = self.client, self._answers
+        client = self.client
+        answers = self._answers
         self._at_once = AT_ONCE
         if names := answers.next_question():
             op_id = ("lookup", names[0], now)
@@ -187,7 +192,8 @@ class TierJobs:
         for copied in [copied for copied in self._copies if copied[0].done()]:
             self._copies.remove(copied)
             self._report_load(copied[1], now)
-        results, self._results = self._results, []
+        results = self._results
+        self._results = []
         return results
 
     def give_up(self, now: float) -> None:
@@ -263,7 +269,9 @@ class _Answers:
 
     def forget_all(self) -> None:
         """The tier is another one now."""
-        self.held, self.absent, self.refuted = LRUKeySet(self.most), LRUKeySet(self.most), LRUKeySet(self.most)
+        self.held = LRUKeySet(self.most)
+        self.absent = LRUKeySet(self.most)
+        self.refuted = LRUKeySet(self.most)
 
     @property
     def pending(self) -> bool:

@@ -62,7 +62,8 @@ def tier_settings(given: Mapping[str, Any]) -> tuple[Beside, KvpactConfig]:
     Raises ConfigError.
     """
     given = dict(given)
-    url, number = given.pop("url", None), given.pop("number", 0)
+    url = given.pop("url", None)
+    number = given.pop("number", 0)
     beside = Beside(
         given.pop("adapters", None), given.pop("locality", None), bool(given.pop("enable_kv_events", False))
     )
@@ -120,7 +121,8 @@ def offload_namespace(vllm_config: Any, spec: Any, row_bytes: int) -> Namespace:
     """
     import vllm
 
-    config, model = spec.config, vllm_config.model_config
+    config = spec.config
+    model = vllm_config.model_config
     parallel = config.parallel
     sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
     groups = [[group.group_id, group.tokens_per_block, *group.layer_names] for group in config.groups]

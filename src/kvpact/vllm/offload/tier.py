@@ -96,7 +96,8 @@ class PactTier(SecondaryTierManager):
         if opened is None:
             return
         for queue in opened.queues:
-            patience, clock = self._config.prepare_deadline, time.monotonic
+            patience = self._config.prepare_deadline
+            clock = time.monotonic
             rows = LentSlots(len(self._memory) // self.block_size_bytes)
             client = TierClient(queue, rows, timeout=patience, clock=clock, metrics=self._metrics)
             self._jobs = TierJobs(
@@ -146,7 +147,9 @@ class PactTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: Any) -> None:
         """Store no blocks of a request from before a reset, and in a shared tier none that other engines cannot use."""
-        jobs, context, epoch = self._jobs, job_metadata.req_context, self._epochs.current
+        jobs = self._jobs
+        context = job_metadata.req_context
+        epoch = self._epochs.current
         if (
             jobs is None
             or context.req_id in self._outdated
@@ -167,7 +170,8 @@ class PactTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._use(self._late.poll())
-        results, self._refused = self._refused, []
+        results = self._refused
+        self._refused = []
         return results + (self._jobs.poll(time.monotonic()) if self._jobs is not None else [])
 
     def has_pending_work(self) -> bool:
@@ -201,7 +205,9 @@ class PactTier(SecondaryTierManager):
         Raises TierError if it still uses host memory: vLLM then keeps that.
         """
         self._late.close()
-        jobs, self._jobs, self._stats = self._jobs, None, None
+        jobs = self._jobs
+        self._jobs = None
+        self._stats = None
         if jobs is not None and not jobs.close(self._config.shutdown_timeout):
             raise TierError(f"{self._config.tiers[0]} did not end within {self._config.shutdown_timeout:g} s")
         del jobs
