@@ -118,7 +118,7 @@ def test_saying_so_never_costs_the_load(page: memoryview, tmp_path: Path, caplog
     table.close()
     manager.add_adapter(lora(write_adapter(tmp_path / "one", OLD)))
     assert manager.loaded[1] == OLD
-    assert "could not be said" in caplog.text
+    assert "could not be recorded" in caplog.text
 
 
 def test_files_that_a_change_could_leave_as_they_look_are_not_at_rest(

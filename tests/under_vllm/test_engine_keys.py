@@ -85,8 +85,9 @@ def kvpact_json(*arguments: object) -> dict[str, Any]:
 
 
 def told(log: str, half: str) -> str:
-    """What the engine's log says that this half was told."""
-    [line] = {line.partition("half is told ")[2] for line in log.splitlines() if f"the {half}'s half is told" in line}
+    """The settings of this half in the engine's log."""
+    mark = f"{half} side: settings "
+    [line] = {line.partition(mark)[2] for line in log.splitlines() if mark in line}
     return line
 
 

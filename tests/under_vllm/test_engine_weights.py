@@ -31,7 +31,7 @@ SALTS = count()
 SEEDS = count(100)
 """Of prompts and of weights."""
 
-UNSAID = "the weights have changed and nobody has said so"
+UNSAID = "the weights have changed without notice"
 
 
 def new_seed() -> int:

@@ -259,7 +259,7 @@ def test_h32_the_step_after_somebody_has_asked_for_the_model_finds_what_he_did(
     worker.execute_model(object())
     assert connector.said.changes == 1
     [record] = [record for record in caplog.records if record.name.startswith("kvpact")]
-    assert "nobody has said so" in record.getMessage()
+    assert "without notice" in record.getMessage()
 
 
 @pytest.mark.usefixtures("base")

@@ -29,7 +29,8 @@ def _saying_so(table: LoadedAdaptersWriter, load: Callable[..., Any]) -> Callabl
 
     @wraps(load)
     def load_adapter(lora_request: Any, *arguments: Any, **named: Any) -> Any:
-        before, stamp = _look(lora_request), NO_STAMP
+        before = _look(lora_request)
+        stamp = NO_STAMP
         try:
             answer = load(lora_request, *arguments, **named)
             if before is not None and _look(lora_request) == before:
@@ -48,7 +49,7 @@ def _say(table: LoadedAdaptersWriter, lora_request: Any, stamp: bytes) -> None:
     try:
         table.loaded(int(lora_request.lora_int_id), stamp)
     except Exception:
-        logger.exception("kvpact: it could not be said that the adapter %s was loaded", lora_request)
+        logger.exception("kvpact: the loading of the adapter %s could not be recorded", lora_request)
 
 
 def _look(lora_request: Any) -> FilesSeen | None:

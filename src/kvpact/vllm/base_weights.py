@@ -1,4 +1,4 @@
-"""Which weights vLLM has loaded: a name from the user, a commit of the model hub, or a digest over files.
+"""Identity of vLLM's weights: a name from the user, a commit of the model hub, or a digest over files.
 
 Owns the translation from vLLM's configuration into one of these, remote code included. A branch or a tag never
 identifies weights; what cannot be identified raises one ConfigError that names `model_id`.
@@ -47,7 +47,7 @@ FROM_THE_MODEL = frozenset(
 def base_weights(vllm_config: Any, model_id: str | None) -> BaseWeights:
     """The weights that the engine has loaded. Looks at directories, reads no file.
 
-    Raises ConfigError if they cannot be told from others.
+    Raises ConfigError if they cannot be identified.
     """
     if model_id is not None:
         return BaseWeights((f"id:{model_id}",))
@@ -62,13 +62,15 @@ def _weights_of(model_config: Any, load_config: Any) -> list[str | WeightFiles]:
     kind = load_format(load_config)
     if kind == "dummy":
         return [f"dummy:{model_config.seed}"]
-    model, cache = str(model_config.model), load_config.download_dir
+    model = str(model_config.model)
+    cache = load_config.download_dir
     source = weights_source(model_config)
     if source != model:
         raise cannot_tell(f"they come from {source!r}")
     if kind not in FROM_THE_MODEL:
         raise cannot_tell(f'load_format "{kind}" may have them from anywhere')
-    code, place = _remote_code(model_config, cache), Path(model)
+    code = _remote_code(model_config, cache)
+    place = Path(model)
     if not place.exists():
         return [f"hub:{_hub_model(model, model_config.revision, cache)}", *code]
     commit = snapshot_commit(place, cache)
@@ -84,7 +86,7 @@ def _hub_model(model: str, revision: str | None, cache: str | None) -> str:
     from vllm import envs
 
     if envs.VLLM_USE_MODELSCOPE:
-        raise cannot_tell(f"{model!r} is on ModelScope, which does not say which commit was loaded")
+        raise cannot_tell(f"{model!r} is on ModelScope, which does not report the loaded commit")
     commit = hub_commit(model, revision, cache)
     if commit is None:
         raise cannot_tell(f"{model!r} is no file or directory, and its commit on the hub is not known")
@@ -110,7 +112,7 @@ def hub_commit(repository: str, revision: str | None, cache: str | None) -> str 
 
 
 def hub_folder(repository: str, cache: str | None) -> Path:
-    """The folder in which the hub's cache (None: the usual one) keeps a model's repository."""
+    """The folder where the hub's cache (None: the usual one) keeps a model's repository."""
     return Path(cache or HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
 
 
@@ -119,7 +121,8 @@ def snapshot_commit(directory: Path, cache: str | None) -> str | None:
 
     A folder elsewhere may have any name.
     """
-    commit, snapshots = directory.absolute().name, directory.absolute().parent
+    commit = directory.absolute().name
+    snapshots = directory.absolute().parent
     repository = snapshots.parent.name.removeprefix("models--").replace("--", "/")
     if snapshots.name != "snapshots" or not COMMIT.fullmatch(commit):
         return None
@@ -132,7 +135,8 @@ def _remote_code(model_config: Any, cache: str | None) -> list[str]:
     """The commits of the Python files that the engine runs and that do not come with the weights."""
     if not model_config.trust_remote_code:
         return []
-    model, found = str(model_config.model), set()
+    model = str(model_config.model)
+    found = set()
     for reference in _references(code_references(model_config)):
         repository = reference.rpartition("--")[0] or model
         if repository == model and (model_config.code_revision is None or Path(model).exists()):

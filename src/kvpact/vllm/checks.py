@@ -1,7 +1,7 @@
-"""Which engines can be served correctly, with one clear message per refusal.
+"""Checks of an engine's settings, with one clear message per refusal.
 
-Owns the settings under which kvpact's promises hold. What the configuration alone tells is refused when vLLM has made
-it (`check_configuration`, called by `kvpact.vllm.plugin`), the rest when the weights are loaded.
+Owns the settings under which kvpact's promises hold. A wrong configuration is refused when vLLM has made it
+(`check_configuration`, called by `kvpact.vllm.plugin`), the rest when the weights are loaded.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ DEVICES: Final = ("cuda", "xpu")
 
 
 def check_configuration(vllm_config: Any, connector: Callable[[], type] | None = None) -> None:
-    """Raise ConfigError for whatever the configuration alone tells that kvpact cannot serve: no weights are loaded yet.
+    """Raise ConfigError for a configuration that kvpact cannot serve, before weights are loaded.
 
-    `connector` imports the class whose hooks vLLM will call, which are looked at on a release that is not known.
-    What workers and their KV cache groups tell is left to the other checks.
+    `connector` imports the class whose hooks vLLM will call, which are examined on a release that is not known.
+    The other checks examine workers and their KV cache groups.
     """
     import vllm
 
@@ -96,7 +96,8 @@ def check_configuration(vllm_config: Any, connector: Callable[[], type] | None =
 def let_no_step_wait(settings: Mapping[str, Any]) -> None:
     """Make kvpact's loads asynchronous beside other connectors in MultiConnector's settings, with one line.
 
-    They store what a step computes at once, and vLLM hears after the step that a load failed on which it relied (H48).
+    They store computed blocks at once, and the report of a failed load reaches vLLM after the step that relied on the
+    load (H48).
     """
     company = list(_inside(settings))
     if others := sorted({one["kv_connector"] for one in company} - {"MultiConnector", "PactConnector"}):
@@ -107,7 +108,7 @@ def let_no_step_wait(settings: Mapping[str, Any]) -> None:
                 log_like_vllm()
                 logger.warning(
                     "kvpact: beside %s no step waits for a load of kvpact's (sync_load_budget=0), because other "
-                    "connectors may store what a step computes before vLLM hears that a load failed", ", ".join(others)
+                    "connectors may store what a step computes before vLLM learns that a load failed", ", ".join(others)
                 )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def _inside(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _stock_classes(vllm_config: Any) -> tuple[bool, bool]:
-    """Whether the worker's class, and the scheduler's, are vLLM's own."""
+    """True for the worker's class, and for the scheduler's, that is vLLM's own."""
     worker = vllm_config.parallel_config.worker_cls
     return worker in ("auto", *BASE_WORKERS.values()), vllm_config.scheduler_config.scheduler_cls is None
 
@@ -203,7 +204,7 @@ def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistic
     for note in notes:
         logger.warning("kvpact: %s", note)
     if missing:
-        notes.append(f"without kvpact's {' and '.join(missing)}: the log says what falls, and what to add")
+        notes.append(f"without kvpact's {' and '.join(missing)}: the log names what is lost, and what to add")
     return StartVerdict(notes=tuple(notes))
 
 
@@ -211,19 +212,19 @@ def _refuse_settings_of_engine(vllm_config: Any) -> None:
     """Raise ConfigError for settings of vLLM that break a promise."""
     import vllm
 
-    release, role = str(vllm.__version__), vllm_config.kv_transfer_config.kv_role
+    release = str(vllm.__version__)
+    role = vllm_config.kv_transfer_config.kv_role
     if role != "kv_both":
         raise ConfigError(f'kv_role is "{role}"; a cache both stores and loads: set "kv_role": "kv_both"')
     if COUNTS_HELD_BLOCKS and allows_cascade_attention(vllm_config):
         raise ConfigError(
-            f"cascade attention on vLLM {release} goes by how often each block is used, and kvpact holds blocks while "
-            "they are copied: it would hear of a common prefix that requests do not have, and answer wrongly; "
-            "leave --no-disable-cascade-attn out"
+            f"cascade attention on vLLM {release} counts the uses of each block, and kvpact holds blocks in copies: "
+            "vLLM would take prefixes for common that are not, and answer wrongly; leave --no-disable-cascade-attn out"
         )
     if may_sleep(vllm_config) and _stock_classes(vllm_config)[0] and not TELLS_OF_SLEEP:
         raise ConfigError(
-            f"sleep mode on vLLM {release} takes KV memory away without a word to connectors, and a copy under way "
-            f"would end the engine: add --worker-cls {KVPACT_WORKER}, or leave --enable-sleep-mode out"
+            f"sleep mode on vLLM {release} unmaps KV memory without notice to connectors, and a copy in flight would "
+            f"end the engine: add --worker-cls {KVPACT_WORKER}, or leave --enable-sleep-mode out"
         )
     parallel = vllm_config.parallel_config
     context_parallel = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
@@ -234,10 +235,10 @@ def _refuse_settings_of_engine(vllm_config: Any) -> None:
 
 
 def check_classes(config: KvpactConfig, hellos: Sequence[WorkerHandshake], *, speaks_the_pact: bool) -> list[str]:
-    """The options of kvpact's classes that the engine was started without; one line in the log says what falls.
+    """The options of kvpact's classes that the engine was started without; one line in the log names what is lost.
 
-    Raises ConfigError instead if the configuration requires them. Decided by what the workers and the scheduler have
-    said of themselves, so classes that inherit from kvpact's count. `speaks_the_pact`: whether the scheduler's does.
+    Raises ConfigError instead if the configuration requires them. Decided by the reports of workers and scheduler, so
+    that classes which inherit from kvpact's count. `speaks_the_pact`: true of the scheduler.
     """
     present = {"--worker-cls": all(hello.watches_weights for hello in hellos), "--scheduler-cls": speaks_the_pact}
     if missing := [option for option in OUR_CLASSES if not present[option]]:
@@ -277,13 +278,13 @@ def require_all_ranks(vllm_config: Any, hellos: Sequence[WorkerHandshake]) -> li
 
 
 def require_hooks(config: KvpactConfig, hellos: Sequence[WorkerHandshake]) -> None:
-    """Raise ConfigError if the workers are to look when a step begins, and are not asked then."""
+    """Raise ConfigError if the workers are to look up hits when a step begins, and have no hook for it."""
     if config.match_at == "step" and not all(hello.step_hook for hello in hellos):
         raise ConfigError(NO_STEP_HOOK)
 
 
 def require_no_restarts(config: KvpactConfig, vllm_config: Any, groups: EngineGroups) -> None:
-    """Raise ConfigError if a step may rely on blocks that turn out wrong, and vLLM's own scheduler takes no word of it:
+    """Raise ConfigError if a step may rely on blocks that turn out wrong, which vLLM's own scheduler cannot be told:
     what a step finds may not arrive; an adapter may be exchanged between a load and its use."""
     adapters = vllm_config.lora_config is not None and groups.several
     if adapters or config.match_at == "step":
@@ -317,7 +318,8 @@ def check_settings(config: KvpactConfig, vllm_config: Any, groups: EngineGroups 
 
 def log_like_vllm() -> None:
     """Send kvpact's log to the engine's handlers, unless the user has set up logging for kvpact."""
-    ours, engine = logging.getLogger("kvpact"), logging.getLogger("vllm")
+    ours = logging.getLogger("kvpact")
+    engine = logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:
         ours.handlers = engine.handlers
         ours.setLevel(engine.level)

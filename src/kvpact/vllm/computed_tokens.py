@@ -1,6 +1,6 @@
-"""Tokens that the engine's steps compute: the cache learns of them, and of the blocks that they fill.
+"""Tokens that the engine's steps compute, reported to the cache with the blocks that they fill.
 
-Owns the revision of the identities under which the cache learned of the last step, and the candidates for tokens that
+Owns the revision of the identities in the last step, and the candidates for tokens that
 the workers supply.
 """
 
@@ -35,22 +35,23 @@ class ComputedTokens:
         self._requests = requests
         self._loads = loads
         self._names_late = bool(vllm_config.scheduler_config.async_scheduling or vllm_config.speculative_config)
-        """Whether a step is planned before all tokens are known that it computes."""
+        """True if a step is planned before all tokens are known that it computes."""
         self._noted_revision = -1
         """`RequestIdentities.revision` in the last step."""
         self._candidates = Candidates(new_requests_only=runs_second_runner(vllm_config))
 
     def note_step(self, cache: ExternalCache, context: VllmContext | None, scheduler_output: Any) -> None:
-        """Tell the cache what the step computes, and in which blocks.
+        """Report the step's computed tokens to the cache, with their blocks.
 
-        A request whose load failed, of which the engine has not heard yet, is left out. One of which the engine can
-        hear nothing more goes on over blocks that are not its own: what it leaves in the engine's prefix cache is taken
-        out. Raises PactViolation before vLLM has offered its block tables.
+        A request whose load failed is left out until the engine has received the report. One that can no longer be
+        reported goes on over blocks with other content: its blocks are taken out of the engine's prefix cache. Raises
+        PactViolation before vLLM has offered its block tables.
         """
         computed: list[tuple[VllmRequest, int]] = []
         step_tokens = scheduler_output.num_scheduled_tokens
         names: Iterable[str] = step_tokens
-        before, self._noted_revision = self._noted_revision, self._identities.revision
+        before = self._noted_revision
+        self._noted_revision = self._identities.revision
         if before == self._noted_revision and not self._loads.any_distrusted:
             running = scheduler_output.scheduled_cached_reqs
             others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)
@@ -77,7 +78,7 @@ class ComputedTokens:
                 lookup.look_up_at_step(view, view.request.num_computed_tokens, max_tokens)
 
     def is_named_at_end(self, request: Any) -> bool:
-        """Whether the last whole block of a request that ends may have got its name only now.
+        """True if the last whole block of a request that ends may have got its name only now.
 
         With asynchronous scheduling a step is planned before the tokens of the last one are known, and of drafts nobody
         knows which are kept.
@@ -90,7 +91,7 @@ class ComputedTokens:
         )
 
     def note_end(self, cache: ExternalCache, context: VllmContext, request: Any) -> None:
-        """Tell the cache all that was computed of a request that ends. No states of state-space layers are shown."""
+        """Report all computed tokens of a request that ends. No states of state-space layers are shown."""
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         with context.saving(None):
             cache.note_computed(self._requests.view(request), computed, partial(context.chain_of, request.request_id))

@@ -71,7 +71,7 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
         self._groups = check_engine(vllm_config, kv_cache_config, type(self))
         check_settings(config, vllm_config, self._groups)
         engine = replica_number(vllm_config.parallel_config)
-        logger.info("kvpact: engine %d: the %s's half is told %s", engine, role.name.lower(), config.described())
+        logger.info("kvpact: engine %d, %s side: settings %s", engine, role.name.lower(), config.described())
         self.metrics = Metrics()
         self.guard = Guard(self.metrics)
         self._scheduler = self._worker = None
@@ -144,7 +144,7 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's half where this rank's segment is, and what the bytes of its blocks mean."""
+        """Greeting to the scheduler's half: the rank's segment, and the facts that give its blocks' bytes a meaning."""
         hello = self.cache_worker.hello()
         if hello is None:
             return None
@@ -202,7 +202,8 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were to be loaded and were not."""
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        invalid = self._invalid_blocks
+        self._invalid_blocks = set()
         return invalid
 
     @guarded(lambda: None)
@@ -265,7 +266,7 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Settle what the workers reported, combined over ranks."""
+        """Settle the workers' reports, combined over ranks."""
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.message() if isinstance(metadata, PactWorkerMetadata) else WorkerReport({})
         if connector_output.finished_recving:
@@ -290,7 +291,7 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
 
     @guarded(lambda: False, in_step=False)
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must keep stepping until the workers' reports are in. vLLM asks when it has no request left."""
+        """True if vLLM must keep stepping until the workers' reports are in. vLLM asks when it has no request left."""
         return self.scheduler_side.has_pending_work()
 
     @guarded(lambda: None)
@@ -306,7 +307,7 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
 
     @guarded(lambda: (0, 0, {}))
     def take_hit_corrections(self) -> tuple[int, int, Mapping[Any, int]]:
-        """For `kvpact.vllm.scheduler`: what to add to vLLM's hits, for first admissions, after preemptions, and the
+        """For `kvpact.vllm.scheduler`: tokens to add to vLLM's hits, for first admissions, after preemptions, and the
         first of these by their source."""
         hits, again, places = self.scheduler_side.credit.corrections()
         return hits, again, by_source(places)

@@ -1,4 +1,4 @@
-"""Digests of what vLLM's requests bring as tensors: features of media, masks, prompt embeddings.
+"""Digests of the tensors in vLLM's requests: features of media, masks, prompt embeddings.
 
 Owns the encoding, in which equal content has equal digests in every process. Runs on background threads only, because
 it reads every byte.

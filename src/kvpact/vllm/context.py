@@ -49,7 +49,7 @@ class VllmContext:
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._holds = BlockRefs(block_pool.null_block.block_id)
         self._touched: list[tuple[int, ...]] = []
-        """What was touched here in this step, in order, and so may have left the free queue."""
+        """Blocks touched here in this step, in order, which so may have left the free queue."""
         self._step = 0
 
     # What the connector passes on
@@ -89,7 +89,7 @@ class VllmContext:
             evict_first_of_all(self._pool, {block.block_id: block for block in blocks if is_free(block)}.values())
 
     def evict_published(self, block_ids: Sequence[int]) -> None:
-        """Take blocks out of the engine's prefix cache: their content is not what their hash says."""
+        """Take blocks out of the engine's prefix cache: their content does not match their hash."""
         self._pool.evict_blocks(set(block_ids))
 
     @property
@@ -120,7 +120,8 @@ class VllmContext:
         return self._walk(start)
 
     def _walk(self, cursor: Any) -> Iterator[KVCacheBlockView]:
-        step, touched = self._step, len(self._touched)
+        step = self._step
+        touched = len(self._touched)
         while True:
             if cursor is not None and (
                 step != self._step

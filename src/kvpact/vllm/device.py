@@ -1,4 +1,4 @@
-"""The device on which vLLM computes, as kvpact's copies use it: vLLM's own copy call, streams and events.
+"""vLLM's device, as kvpact's copies use it: vLLM's own copy call, streams and events.
 
 Owns nothing but the calls. Whatever vLLM offloads from is served by them: what is known of a device is what its trial
 and its checks find.
@@ -31,10 +31,10 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 class VllmDevice:
-    """See `kvpact.worker.device.base.Device`."""
+    """vLLM's device as a `kvpact.worker.device.base.Device`."""
 
     pinned = True
-    """Whether the host memory of copies is pinned."""
+    """True if the host memory of copies is pinned."""
 
     def __init__(self, device: torch.device, page_bytes: int) -> None:
         """`page_bytes` are those of the largest page."""
@@ -45,45 +45,48 @@ class VllmDevice:
         self._small_pages = small_page_call(page_bytes)
 
     def attach(self) -> None:
-        """See `Device`."""
+        """Use the device on the calling thread."""
         use_on_this_thread(self._device)
 
     def create_stream(self) -> Stream:
-        """See `Device`."""
+        """Create a stream of copies."""
         return current_platform.Stream()
 
     def current_stream(self) -> Stream:
-        """See `Device`."""
+        """Stream that the engine computes on, for the calling thread."""
         return current_platform.current_stream()
 
     def record(self, stream: Stream) -> Event:
-        """See `Device`."""
+        """Record an event behind all work of the stream so far."""
         event = torch.Event()
         event.record(stream)
         return event
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
-        """See `Device`."""
+        """Make the stream's later work wait for the event."""
         stream.wait_event(event)
 
     def is_done(self, event: Event) -> bool:
-        """See `Device`."""
+        """True if all work before the event is done."""
         return bool(event.query())
 
     def synchronize(self) -> None:
-        """See `Device`."""
+        """Wait for all work of the device."""
         torch.accelerator.synchronize(self._device)
 
     def load(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
-        """See `Device`. Small pages go by a kernel, in one number of entries so that it is compiled once."""
+        """Copy into the device. A kernel copies small pages, in one number of entries so that it is compiled once."""
         by_kernel, call = self._by_kernel(targets, sources, sizes)
         with current_platform.stream(stream):
-            for some, copy in ((slice(by_kernel), call), (slice(by_kernel, None), self._copy)):
-                if len(sizes[some]):
-                    self._swap(copy, sources[some], targets[some], sizes[some], is_src_access_order_any=True)
+            if by_kernel:
+                small = slice(by_kernel)
+                self._swap(call, sources[small], targets[small], sizes[small], is_src_access_order_any=True)
+            if by_kernel < len(sizes):
+                others = slice(by_kernel, None)
+                self._swap(self._copy, sources[others], targets[others], sizes[others], is_src_access_order_any=True)
 
     def _by_kernel(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> tuple[int, Any]:
-        """How many entries the kernel copies, and the kernel."""
+        """Number of entries that the kernel copies, and the kernel."""
         if self._small_pages is None or not self.pinned:
             return 0, None
         call, threshold, multiple = self._small_pages
@@ -92,7 +95,7 @@ class VllmDevice:
         return len(sizes) // multiple * multiple, call
 
     def save(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
-        """See `Device`."""
+        """Copy out of the device, each source read in the order of the stream."""
         with current_platform.stream(stream):
             self._swap(self._copy, sources, targets, sizes, is_src_access_order_any=False)
 
@@ -101,16 +104,16 @@ class VllmDevice:
         copy(*tensors, is_src_access_order_any=is_src_access_order_any)
 
     def run(self, stream: Stream, work: Callable[[], Result]) -> Result:
-        """See `Device`."""
+        """Run `work` with the stream as the current one."""
         with current_platform.stream(stream):
             return work()
 
     def register(self, address: int, num_bytes: int) -> bool:
-        """See `Device`."""
+        """Pin host memory; returns False where that cannot be."""
         return pin(address, num_bytes)
 
     def unregister(self, address: int) -> None:
-        """See `Device`."""
+        """Unpin the host memory from `address` on."""
         unpin(address)
 
 
@@ -122,20 +125,20 @@ def _driver() -> str:
 
 
 def _libraries() -> str:
-    """What calls the driver, such as "torch 2.11.0+cu130, CUDA 13.0, vLLM 0.33.0"."""
+    """Versions of the callers of the driver, such as "torch 2.11.0+cu130, CUDA 13.0, vLLM 0.33.0"."""
     runtimes = (("CUDA", torch.version.cuda), ("HIP", torch.version.hip), ("XPU", torch.version.xpu))
     runtime = "".join(f"{kind} {release}, " for kind, release in runtimes if release)
     return f"torch {torch.__version__}, {runtime}vLLM {vllm.__version__}"
 
 
 def _node_of(device: torch.device) -> int | None:
-    """The memory node near a CUDA device, where the machine says so."""
+    """Memory node near a CUDA device; None where the machine does not report it."""
     if device.type != "cuda":
         return None
     known: Any = torch.cuda.get_device_properties(device)
     try:
         return near_node(f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0")
-    except AttributeError:  # a torch that does not say where a device is
+    except AttributeError:  # a torch that does not report a device's place
         return None
 
 

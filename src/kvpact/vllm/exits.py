@@ -1,4 +1,4 @@
-"""What a scheduler under the pact sees of a step: where each match went, and what vLLM must be told of refusals.
+"""Exits of matches in each step of a scheduler under the pact, and refusals to report to vLLM.
 
 Owns one `MatchTracker` for each connector that speaks the pact, and the facts of the running step. Adds nothing to
 vLLM's decisions, but that a match which its connector takes back gets no blocks.
@@ -20,7 +20,8 @@ class EngineExits:
     """The matches of one scheduler, whose connector is there already; `trackers` is empty if none speaks the pact."""
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
         self._allocate_slots: Any = None
         """vLLM's own function while it is watched, which is from a promise to the end of the step at most."""
         self._watched: list[tuple[MatchTracker, OpenMatch]] = []
@@ -28,14 +29,16 @@ class EngineExits:
         self._refused: list[tuple[Any, set[int]]] = []
         """Steps under way, and the blocks of loads that they wait for and that their connectors have refused."""
         self.throttled = False
-        """Whether the running step may start no prompts."""
-        connector, no_blocks = scheduler.connector, self._manager.empty_kv_cache_blocks
+        """True if the running step may start no prompts."""
+        connector = scheduler.connector
+        no_blocks = self._manager.empty_kv_cache_blocks
         self.trackers: list[MatchTracker] = []
         leaves = compat.leaves_of(connector)
         for each in leaves:
             if (form := form_of(each, no_blocks)) is not None:
                 tracker = MatchTracker(form, partial(self._lost_to_another, each), self._promised)
-                each.get_num_new_matched_tokens, each.update_state_after_alloc = tracker.prepare, tracker.commit
+                each.get_num_new_matched_tokens = tracker.prepare
+                each.update_state_after_alloc = tracker.commit
                 self.trackers.append(tracker)
         if self.trackers and leaves != [connector]:
             self._ask_all = connector.get_num_new_matched_tokens
@@ -48,7 +51,7 @@ class EngineExits:
     # The step
 
     def end_step(self, output: Any) -> None:
-        """All requests of the step are chosen: say where each match went that was not taken."""
+        """All requests of the step are chosen: report the exit of each match that was not taken."""
         if self._allocate_slots is not None:
             self._stop_watching()
         finished = output.finished_req_ids
@@ -60,7 +63,7 @@ class EngineExits:
                 self._load_fewer(tracker, output)
 
     def step_ended(self, output: Any) -> None:
-        """The step's report is in. Of loads that were committed with it, vLLM hears which tokens will not come."""
+        """The step's report is in: tell vLLM the tokens that will not come of loads that were committed with it."""
         self._refused = [entry for entry in self._refused if entry[0] is not output]
         for tracker in self.trackers:
             self._load_fewer(tracker)
@@ -69,7 +72,7 @@ class EngineExits:
         for short in tracker.shortfalls:
             if short.asynchronous:
                 compat.load_fewer(self._scheduler, short.request, short.missing, nothing=short.accepted == 0)
-            else:  # vLLM has published the blocks: it must hear from the step's report that they are not loaded
+            else:  # vLLM has published the blocks: the step's report must name them as not loaded
                 self._refused.append((output, compat.blocks_behind(self._scheduler, short.request, short.missing)))
         tracker.shortfalls.clear()
 
@@ -78,7 +81,7 @@ class EngineExits:
         return set[int]().union(*(blocks for step, blocks in self._refused if step is output))
 
     def _why(self, output: Any, found: OpenMatch, asked: bool) -> ExternalMatchExit | None:
-        """Why a match was not taken in this step, if nothing has said so; None: it is taken with the step's output."""
+        """Reason for which a match was not taken in this step, if none is noted; None: taken with the step's output."""
         request = found.request
         if compat.commits_later(self._scheduler, request.request_id):
             return None
@@ -129,7 +132,8 @@ class EngineExits:
 
     def _stop_watching(self) -> None:
         self._watched.clear()
-        self._manager.allocate_slots, self._allocate_slots = self._allocate_slots, None
+        self._manager.allocate_slots = self._allocate_slots
+        self._allocate_slots = None
 
     # What happens between steps
 

@@ -1,7 +1,7 @@
 """vLLM's KV cache groups as kvpact's: what each one keeps of a prefix, and which models cannot be served.
 
 Owns the meaning of vLLM's KV cache specifications, by the name of their class, and the digest under which a group's
-blocks are known. A specification that is not named here is refused: docs/vllm-hybrid.md says what each release has.
+blocks are known. A specification that is not named here is refused: docs/vllm-hybrid.md lists them by release.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class EngineGroups:
 
     @property
     def several(self) -> bool:
-        """Whether there is more to a request than the one block table of all layers."""
+        """True if there is more to a request than the one block table of all layers."""
         return len(self.layers) > 1 or self.groups.chain is None
 
     @property
     def are_served(self) -> bool:
-        """Whether some request can be cached."""
+        """True if some request can be cached."""
         return not self.unserved
 
     @property
@@ -101,7 +101,7 @@ class EngineGroups:
 
 
 def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
-    """The groups of an engine. Raises ConfigError, which says what would be right, for what cannot be served."""
+    """The groups of an engine. Raises ConfigError, with the remedy, for a model that cannot be served."""
     members = kv_cache_config.kv_cache_groups
     if not members:
         raise ConfigError("the model keeps no KV cache, so there is nothing to store: leave --kv-transfer-config out")
@@ -192,7 +192,7 @@ def require_groups(cache: ExternalCache, groups: EngineGroups) -> None:
 def fit_to_engine(config: KvpactConfig, groups: EngineGroups, vllm_config: Any) -> KvpactConfig:
     """The settings for this engine, in which all loads are asynchronous where no step may wait for one.
 
-    Of several groups vLLM is told that a request's load failed, and not which blocks. Under asynchronous scheduling the
+    With several groups vLLM takes reports of failed requests, not of failed blocks. Under asynchronous scheduling the
     next step computes already when a load fails that this step waited for: vLLM's own scheduler drops the failed step's
     output and delivers the next one's, kvpact's class drops both (P9).
     """

@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class Guard:
-    """Counts what hooks cost: errors, and the seconds of the running scheduler step."""
+    """Counts errors of hooks, and the seconds of the running scheduler step."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

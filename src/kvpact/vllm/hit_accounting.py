@@ -1,4 +1,4 @@
-"""Tells vLLM how many tokens it did not compute: without those whose load failed, with those found later.
+"""Corrections of vLLM's cache hits: without tokens whose load failed, with tokens found later.
 
 Owns the corrections of two counts that vLLM makes when it admits a request: the request's own statistics
 (`Request.prefill_stats`), which it sends with the first answer, after the workers' report, so there is time to correct
@@ -37,7 +37,7 @@ class StepHits:
             self._steps[id(step)] = known
 
     def begin_again(self, request_ids: Collection[str]) -> None:
-        """What steps under way skip of these requests is computed all the same."""
+        """Tokens of these requests that steps in flight skip will be computed after all."""
         for prefills in self._steps.values():
             for name in prefills.keys() & set(request_ids):
                 del prefills[name]
@@ -78,7 +78,7 @@ class AdmittedLoad:
 
     @property
     def after_preemption(self) -> bool:
-        """Whether the request was preempted: vLLM counts such hits apart."""
+        """True if the request was preempted: vLLM counts such hits apart."""
         return self.stats is None
 
 
@@ -127,7 +127,7 @@ class HitCredit:
             self._use(request_id)
 
     def scheduled(self, request_ids: Container[str]) -> None:
-        """Count what asynchronous loads brought as used, for those of these requests that the step computes."""
+        """Count the tokens of asynchronous loads as used, for those of these requests that the step computes."""
         for request_id, load in [*self._loads.items()]:
             if not load.synchronous and request_id in request_ids:
                 self._use(request_id)
@@ -150,8 +150,10 @@ class HitCredit:
 
         Negative by at most what vLLM itself has counted since then.
         """
-        hits, self._hits = self._hits, {False: 0, True: 0}
-        places, self._places = self._places, {}
+        hits = self._hits
+        self._hits = {False: 0, True: 0}
+        places = self._places
+        self._places = {}
         return hits[False], hits[True], places
 
     def __len__(self) -> int:

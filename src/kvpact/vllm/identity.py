@@ -1,4 +1,4 @@
-"""What decides the content of all KV blocks of an engine under vLLM: its namespace.
+"""Namespace of an engine under vLLM: all that decides the content of its KV blocks.
 
 Owns the translation from vLLM's configuration into `Namespace`.
 """
@@ -40,7 +40,9 @@ def engine_namespace(
     they do with vLLM's hybrid manager off. Block keys are always made with this namespace, so that they are the same
     whether the weights were known at once or later.
     """
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     return Namespace(
         {
             "engine": "vllm",

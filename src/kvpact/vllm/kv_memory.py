@@ -1,4 +1,4 @@
-"""vLLM's hooks about a worker's KV memory: it is there, it goes away for a sleep, it is there again.
+"""vLLM's hooks for a worker's KV memory: allocated, unmapped for a sleep, mapped again.
 
 Owns the layout that was registered first: what is stored has the bytes of that one. vLLM 0.33 calls all of the hooks,
 earlier releases the first; there `kvpact.vllm.worker.KvpactWorker` calls the others.
@@ -31,9 +31,9 @@ class KVMemoryHooks:
     _groups: EngineGroups
     _vllm_config: Any
     _has_layers_without_hook = False
-    """Whether some layer does not wait for its load."""
+    """True if some layer does not wait for its load."""
     _is_refused = False
-    """Whether the KV memory came back in a layout that is not used."""
+    """True if the KV memory came back in a layout that is not used."""
     _worker: CacheWorker | None
 
     @property
@@ -58,7 +58,7 @@ class KVMemoryHooks:
             self._bring_back(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """The KV memory goes away: its copies end first. Idempotent.
+        """End the copies before vLLM unmaps the KV memory. Idempotent.
 
         Raises KvpactError if they do not end: vLLM then does not take the memory away.
         """
@@ -80,7 +80,8 @@ class KVMemoryHooks:
         try:
             pages = self._pages_of(kv_caches)
             for name in sorted(pages.keys() | self._pages.keys()):
-                before, now = self._pages.get(name, "nothing"), pages.get(name, "nothing")
+                before = self._pages.get(name, "nothing")
+                now = pages.get(name, "nothing")
                 if before != now:
                     raise ConfigError(f"the KV memory of {name} came back as {now}, and had been {before}")
             memory.resume(kv_caches)

@@ -30,7 +30,7 @@ class CommittedLoad:
     job: LoadJob | None = None
     """The order, once the cache has given it; None for a synchronous load."""
     is_broken: bool = False
-    """Whether it is to be reported as failed, and the engine has not received the report yet."""
+    """True if it is to be reported as failed, and the engine has not received the report yet."""
 
 
 class CommittedLoads:
@@ -38,21 +38,22 @@ class CommittedLoads:
 
     def __init__(self, credit: HitCredit, block_size: int, *, whole_requests: bool) -> None:
         """With `whole_requests`, of several KV cache groups, a load is used or lost as a whole."""
-        self._credit, self._block_size = credit, block_size
+        self._credit = credit
+        self._block_size = block_size
         self.whole_requests = whole_requests
         self._loads: dict[str, CommittedLoad] = {}
         self._ordered: list[CommittedLoad] = []
         """The loads ordered in the running step."""
         self.ordered_at: tuple[int, ...] = ()
-        """How often each rank's weights had changed when the first of `_ordered` was committed."""
+        """Changes of each rank's weights so far when the first of `_ordered` was committed."""
         self.broken: list[UnorderedLoad] = []
         """Loads that the workers are to report as failed."""
         self._adapters: dict[str, AdapterUsed] = {}
         """Request id -> the adapter for which its blocks were loaded, until a step has run with them."""
         self.ended: set[str] = set()
-        """Requests of which the engine knows that their asynchronous load has ended, until a step computes them."""
+        """Requests whose asynchronous load has ended, as the engine knows, until a step computes them."""
         self.must_step_aside = False
-        """Whether the next step computes nothing unless the engine looks past every request it asks about.
+        """True if the next step computes nothing unless the engine looks past every request it asks about.
 
         Before 0.31 vLLM notices that a load has ended only when it comes to the request in its queue, and stops at the
         first one for which it has no blocks. So one that had to ask again later stops the queue for good if those
@@ -74,7 +75,8 @@ class CommittedLoads:
 
         `found`: where, as vLLM names places.
         """
-        start, synchronous = answer.start_block, not answer.match.load_kv_async
+        start = answer.start_block
+        synchronous = not answer.match.load_kv_async
         if self.whole_requests:
             blocks = tuple(chain.from_iterable(tables))
             named = blocks if synchronous else ()
@@ -110,13 +112,13 @@ class CommittedLoads:
             self.fail(load)
 
     def is_distrusted(self, request_id: str) -> bool:
-        """Whether the request's load is broken and the engine has not received the report yet."""
+        """True if the request's load is broken and the engine has not received the report yet."""
         load = self._loads.get(request_id)
         return load is not None and load.is_broken
 
     @property
     def any_distrusted(self) -> bool:
-        """Whether `is_distrusted` is true of any request."""
+        """True if `is_distrusted` is true of any request."""
         return bool(self._loads) and any(load.is_broken for load in self._loads.values())
 
     def begin_jobs(self, jobs: Iterable[LoadJob]) -> None:
@@ -159,19 +161,19 @@ class CommittedLoads:
         return invalid
 
     def lost(self, request_id: str) -> None:
-        """The engine has been told that nothing was loaded for the request, which begins again in other blocks."""
+        """Nothing was loaded for the request, as the engine knows, which begins it again in other blocks."""
         self._credit.load_failed(request_id, 0)
         if self.is_distrusted(request_id):
             del self._loads[request_id]
 
     def settle(self, settlement: LoadSettlement, epochs: int, *, is_alive: bool) -> None:
-        """A load is settled; if its weights have changed meanwhile, the next report tells the engine that it failed."""
+        """Settle a load; if its weights have changed meanwhile, the next report to the engine names it as failed."""
         request_id = settlement.request_id
         load = self._loads.get(request_id)
         if load is not None and not load.is_broken:
             is_stale = settlement.asynchronous and bool(settlement.loaded.ranges) and load.epochs != epochs
             if is_alive and is_stale and self.whole_requests:
-                load.is_broken = load.view.load_broken = True  # vLLM takes no word of it any more
+                load.is_broken = load.view.load_broken = True  # too late to report it to vLLM
             elif is_alive and is_stale:
                 block_ids = load.job.block_ids if load.job is not None else load.block_ids
                 self.fail(load, UnorderedLoad(request_id, block_ids, synchronous=True))

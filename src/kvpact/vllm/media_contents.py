@@ -1,4 +1,4 @@
-"""What a request's images, clips and videos contain, by their features and not by a client's names for them.
+"""Content of a request's images, clips and videos, by their features and not by a client's names for them.
 
 Owns the map from vLLM's identifiers to content. A background thread reads the features. An identifier is no content: it
 may be the client's own string (`uuid`), with or without vLLM's hash over it. Features alone are no content either: vLLM
@@ -35,10 +35,10 @@ class NamedContent:
     _rivals: list[tuple[weakref.ref[Any], Pending[str]]] = field(default_factory=list)
     """Features that came later, as other objects, and were not compared yet; the last one is digested last."""
     is_disputed: bool = False
-    """Whether other features came under the identifier."""
+    """True if other features came under the identifier."""
 
     def is_of(self, item: Any) -> bool:
-        """Whether the features that were digested are this same object."""
+        """True if the features that were digested are this same object."""
         return self._item() is item or any(known() is item for known, _ in self._rivals)
 
     def settle(self) -> bool:
@@ -67,7 +67,7 @@ class MediaContent:
 
     @property
     def is_known(self) -> bool:
-        """Whether `digest` is final."""
+        """True if `digest` is final."""
         return self._named.settle() and (self._mask is None or self._mask.is_done)
 
     @property
@@ -89,7 +89,7 @@ class MediaContents:
         self._most = most
         self._names: OrderedDict[bytes, NamedContent] = OrderedDict()
         self.disputes = 0
-        """How often features came that may differ from earlier ones under the same identifier."""
+        """Number of times that features came that may differ from earlier ones under the same identifier."""
 
     def __len__(self) -> int:
         return len(self._names)

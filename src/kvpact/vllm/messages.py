@@ -38,7 +38,7 @@ class PactMetadata(_Envelope[StepMessage], KVConnectorMetadata):
     kind = StepMessage
 
 
-# The messages of steps that order nothing, as most: without a forward pass, and with one. Nobody changes them.
+# Messages of steps that order nothing, as most do: without a forward pass, and with one. Immutable.
 NOTHING_TO_DO = tuple(PactMetadata.of(StepMessage(computes=computes)) for computes in (False, True))
 
 

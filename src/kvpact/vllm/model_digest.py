@@ -1,4 +1,4 @@
-"""Whether the numbers of a model are still the same: a digest of all of them, and a cheap sample.
+"""Digests of a model's numbers, of all of them or of a cheap sample, to find changes.
 
 Owns which tensors count and how they are read; decides nothing. Works on the tensor's device and copies one number per
 tensor back.
@@ -20,7 +20,8 @@ SAMPLED_ELEMENTS = 1 << 16
 CHUNK_WORDS = 1 << 18
 """A tensor is digested in pieces of this many words of 8 bytes, so that no copy of the whole is made."""
 
-SEED, STRIDE = 20261122, 0x9E3779B97F4A7C1 | 1
+SEED = 20261122
+STRIDE = 0x9E3779B97F4A7C1 | 1
 """Weights are not chosen to make digests collide, so the factors need not be secret."""
 
 SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,7 +74,7 @@ class Sample:
         self._values = self._read(models)
 
     def is_still_true(self, models: Sequence[Any]) -> bool:
-        """Whether the sampled elements still have their values, in parameters of the same names and shapes."""
+        """True if the sampled elements still have their values, in parameters of the same names and shapes."""
         if _forms(models) != self._forms:
             return False
         now = self._read(models)
@@ -98,7 +99,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A sum in which every word of 8 bytes has its own random odd factor."""
+    """A sum that multiplies every word of 8 bytes by its own random odd factor."""
     if not _is_readable(tensor):
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # avoids a copy of a transposed tensor

@@ -44,13 +44,14 @@ class ModelWatch:
         self._step_ended = self._sampled = clock()
         self._asleep: set[str] = set()
         self._before_sleep: tuple[dict[str, int | None], int, int] | None = None
-        """The digests when it fell asleep, and how many changes and words had been recorded by then."""
+        """The digests when it fell asleep, and the numbers of changes and versions recorded by then."""
         self._asked: set[int] = set()
         """The models whose `load_weights` records that it changes them."""
 
     def bind(self, notices: NoticeWriter, *, samples: bool) -> None:
         """The rank's notice is there. `samples` is False if the engine itself moves weights between steps."""
-        self._notices, self._samples = notices, samples
+        self._notices = notices
+        self._samples = samples
 
     # Recorded changes
 
@@ -87,7 +88,7 @@ class ModelWatch:
             self._say_change()
 
     def set_word(self, word: str) -> None:
-        """See `NoticeWriter.set_word`. An unrecorded change is looked for first, so that the word applies to it."""
+        """Record the weights' version; an unrecorded change is recorded first, so that the version applies to it."""
         if self._notices is not None:
             self.before_step(touched=True)
             self._notices.set_word(word)
@@ -103,12 +104,13 @@ class ModelWatch:
             return
         now = self._clock()
         if self._sample is None:
-            self._sample, self._sampled = self._new_sample(), now
+            self._sample = self._new_sample()
+            self._sampled = now
         elif touched or now - self._step_ended > GAP_SECONDS or now - self._sampled > RARELY_SECONDS:
             self._sampled = now
             if not self._read(self._sample.is_still_true):
                 logger.warning(
-                    "kvpact: the weights have changed and nobody has said so; nothing stored before is served any more"
+                    "kvpact: the weights have changed without notice; nothing stored before is served any more"
                 )
                 self._say_change()
                 self._sample = self._new_sample()
@@ -132,11 +134,13 @@ class ModelWatch:
         self._before_sleep = (digests, self._notices.changes, words) if digests is not None else None
 
     def woke(self, tags: Sequence[str] | None) -> None:
-        """What the tags name is awake again; all, without tags. Unchanged weights are reported once all is awake."""
+        """The parts that the tags name are awake again; all, without tags. Once all is awake, unchanged weights are
+        reported."""
         self._asleep -= set(tags) if tags else self._asleep
         if self._asleep or self._before_sleep is None or self._notices is None:
             return
-        (digests, changes, words), self._before_sleep = self._before_sleep, None
+        digests, changes, words = self._before_sleep
+        self._before_sleep = None
         if (changes, words) != (self._notices.changes, self._notices.words):
             return
         if self._digest() == digests:
@@ -152,7 +156,7 @@ class ModelWatch:
             self._notices.weights_change()
 
     def _digest(self) -> dict[str, int | None] | None:
-        """The digests; None, which equals nothing, if the models, or one tensor of them, cannot be read."""
+        """The digests; None, equal to nothing, if the models, or one tensor of them, cannot be read."""
         digests = self._read(digest_of)
         return None if digests is None or None in digests.values() else digests
 
@@ -168,7 +172,7 @@ class ModelWatch:
         try:
             return Sample(models_of(self._worker))
         except Exception:
-            logger.exception("kvpact: the weights cannot be sampled; a change that nobody says is not found")
+            logger.exception("kvpact: the weights cannot be sampled; changes without notice go undetected")
             self._samples = False
             return None
 

@@ -1,6 +1,7 @@
-"""vLLM's plug-in: tells it kvpact's names, so that `"kv_connector": "PactConnector"` and a secondary tier of the `type`
-`PactTier` need no module path, and has it refuse a configuration that names the connector and cannot be served, or puts
-another one in its place: before the weights are loaded.
+"""vLLM's plug-in: registers kvpact's names, and checks configurations before the weights are loaded.
+
+`"kv_connector": "PactConnector"` and a secondary tier of the `type` `PactTier` then need no module path. It refuses a
+configuration that names the connector and cannot be served, or puts another one in its place.
 
 Entry point `kvpact` of the group `vllm.general_plugins`, which vLLM calls in each of its processes, also those of
 engines without kvpact. So it imports nothing: what it changes it changes when vLLM imports those modules itself.
@@ -49,7 +50,7 @@ def _tell(module: Any) -> None:
             module.KVConnectorFactory.register_connector("PactConnector", "kvpact.vllm", "PactConnector")
     except Exception as error:  # an engine without kvpact must not feel it
         logger.warning(
-            "kvpact: vLLM cannot be told of PactConnector by its name (%r): add "
+            "kvpact: PactConnector could not be registered with vLLM (%r): add "
             '"kv_connector_module_path": "kvpact.vllm" to --kv-transfer-config',
             error,
         )
@@ -143,7 +144,7 @@ def _refuse_what_cannot_be_served(vllm_config: Any) -> None:
             check_configuration(config, _connector)
     except ConfigError as error:
         raise ConfigError(f"kvpact: {error}") from None
-    except Exception as error:  # an unknown release: the connector will say what is wrong
+    except Exception as error:  # an unknown release: the connector will report the fault
         logger.debug("kvpact: the configuration cannot be checked before the weights are loaded: %r", error)
 
 

@@ -1,4 +1,4 @@
-"""How vLLM has quantised the weights: method, settings and what decides its kernels, as one field of the namespace.
+"""Quantisation of the weights by vLLM: method, settings and choice of kernels, as one field of the namespace.
 
 The checkpoint's own settings are in the model's configuration or beside the weights, which are compared separately.
 """
@@ -16,7 +16,7 @@ from kvpact.vllm.compat.configuration import kernel_settings, kernel_variables, 
 
 
 def quantization(vllm_config: Any) -> str:
-    """What two engines must have in common to compute the same from the same quantised files; "None" if not quantised.
+    """Settings that two engines must share to compute the same from the same quantised files; "None" if not quantised.
 
     Raises ConfigError if a file with settings that the user names cannot be read.
     """

@@ -16,7 +16,7 @@ from kvpact.vllm.requests import EngineRequests
 
 
 class Reports:
-    """Settles what the ranks of one engine report."""
+    """Settles the reports of one engine's ranks."""
 
     def __init__(self, requests: EngineRequests, loads: CommittedLoads) -> None:
         self._requests = requests
@@ -39,7 +39,7 @@ class Reports:
         *,
         overdue: bool,
     ) -> bool:
-        """Take in what the ranks report; returns whether the cache has to settle anything, be it `overdue` loads.
+        """Take in the ranks' reports; returns whether the cache has to settle anything, be it `overdue` loads.
 
         Nothing was loaded for `failed_requests`. Blocks that a synchronous load left invalid are in the engine's prefix
         cache already, and so is what was computed from them. All are removed: the request that would recompute them may

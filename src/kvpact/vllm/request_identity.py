@@ -1,4 +1,4 @@
-"""What decides the content of one request's KV blocks under vLLM, besides the engine's namespace and its tokens.
+"""Identity of a vLLM request: all that decides its KV blocks' content besides namespace and tokens.
 
 Owns the translation from vLLM's requests into `RequestIdentity`. It refuses what it does not know: such a request is
 neither stored nor served. Nothing is digested on the caller's thread.
@@ -35,17 +35,17 @@ class RequestIdentities:
         self.adapters = AdapterDigests(MAX_ADAPTERS + (int(lora.max_cpu_loras or 0) if lora is not None else 0))
         self.media = MediaContents(self.contents, max(MIN_NAMES, encoder_cache_size(vllm_config)))
         self.adapter_kind = str(lora.lora_dtype) if lora is not None else ""
-        """The settings by which vLLM transforms an adapter's weights when it loads them."""
+        """Settings for vLLM's transformation of an adapter's weights during loading."""
         self.media_come_from_elsewhere = encodes_media_elsewhere(vllm_config)
-        """Whether another process encodes media: by identifier, whatever the features here are."""
+        """True if another process encodes media: by identifier, whatever the features here are."""
         self.media_depend_on_adapters = runs_encoder_with_adapters(lora)
-        """Whether the encoder runs with the adapter; vLLM keeps its output by the adapter's name, not by its
+        """True if the encoder runs with the adapter; vLLM keeps its output by the adapter's name, not by its
         weights."""
         self._said: set[str] = set()
 
     @property
     def revision(self) -> int:
-        """Rises when what was known of a name may be void, or when more may be known."""
+        """Counter that rises when known contents of a name may be void, or more may be known."""
         return self.adapters.revision + self.media.disputes
 
     def use_engine_hashes(self, cache_config: Any, block_size: int) -> None:
@@ -83,10 +83,10 @@ class VllmRequest:
     answer: OfferedMatch | None = None
     """The match that the engine may commit."""
     load_broken: bool = False
-    """Whether a match of this request could not be ordered; then the request is offered none again (H09)."""
+    """True if a match of this request could not be ordered; then the request is offered none again (H09)."""
     _identity: RequestIdentity | None = None
     _is_open: bool = True
-    """Whether a digest on which the identity depends is still under way."""
+    """True if a digest on which the identity depends is still under way."""
     _read_at: tuple[int, int, int] = (-1, -1, -1)
     """The number of media items, and both parts of the revision of what is known, when the identity was read."""
     _known_end: int | None = None
@@ -133,14 +133,14 @@ class VllmRequest:
             self._identity = identity
 
     def _has_grown(self, known: RequestIdentity) -> bool:
-        """Whether all is as in `known`, except media after its own."""
+        """True if all is as in `known`, except media after its own."""
         if len(self.request.mm_features) <= len(known.media) or known.adapter != self._read_adapter():
             return False
         return self._known_media()[: len(known.media)] == list(known.media)
 
     @property
     def awaits_identity(self) -> bool:
-        """Whether a digest is under way that is worth waiting for: what the engine computes meanwhile has no identity.
+        """True if a digest is under way that is worth waiting for: what the engine computes meanwhile has no identity.
 
         A request that could not be served anything, such as a prompt of one block, does not wait.
         """
@@ -162,7 +162,8 @@ class VllmRequest:
 
     def _read(self) -> RequestIdentity | None:
         """The identity as known by now; None if any part of it is unknown. Sets `_is_open`."""
-        request, self._is_open = self.request, False
+        request = self.request
+        self._is_open = False
         if request.pooling_params is not None or not self._can_be_told():
             return None
         adapter = self._read_adapter()
@@ -173,19 +174,21 @@ class VllmRequest:
         return RequestIdentity(adapter, request.cache_salt or "", media, embeddings, self._known_runs())
 
     def _known_runs(self) -> KnownRuns | None:
-        """What is known by vLLM's hashes; None where these say less than keys.
+        """Keys that are known by vLLM's hashes; None where hashes distinguish less than keys.
 
         An adapter and a salt of one name give one hash (up to 0.30), and when the last token of a session is replaced
         the hash stays (up to 0.31).
         """
-        request, known = self.request, self._identities.known
+        request = self.request
+        known = self._identities.known
         others = request.lora_request, request.prompt_embeds, request.streaming_queue
         if known is None or request.mm_features or request.resumable or any(one is not None for one in others):
             return None
         return KnownRuns(known.runs, known.block_size, request.block_hashes)
 
     def _can_be_told(self) -> bool:
-        request, identities = self.request, self._identities
+        request = self.request
+        identities = self._identities
         # The workers know a request by its id.
         for name, text in (("cache_salt", request.cache_salt), ("request_id", request.request_id)):
             if text and not (text.isascii() or _is_unicode(text)):
@@ -231,7 +234,9 @@ class VllmRequest:
 
     def _known_media(self) -> list[MediaSpan]:
         """The media up to the first whose content is unknown."""
-        features, identities, spans = self.request.mm_features, self._identities, []
+        features = self.request.mm_features
+        identities = self._identities
+        spans = []
         del self._media[len(features) :]
         self._media += [identities.media.ask(feature) for feature in features[len(self._media) :]]
         is_gapless = True
@@ -254,14 +259,15 @@ class VllmRequest:
             return {}
         if self._embeddings is None:
             is_token = prompt_token_mask(request)
-            rows, block_size = request.prompt_embeds, self._identities.block_size
+            rows = request.prompt_embeds
+            block_size = self._identities.block_size
             self._embeddings = self._identities.contents.ask(partial(embedding_digests, rows, is_token, block_size))
         self._is_open |= not self._embeddings.is_done
         return self._embeddings.value
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a string can be encoded: it has no lone surrogate."""
+    """True if a string can be encoded: it has no lone surrogate."""
     try:
         return bool(text.encode())
     except UnicodeEncodeError:

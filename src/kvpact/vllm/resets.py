@@ -37,12 +37,13 @@ class Resets:
     """The resets of one scheduler, whose connector is there already."""
 
     def __init__(self, scheduler: Any, exits: EngineExits) -> None:
-        self._scheduler, self._exits = scheduler, exits
+        self._scheduler = scheduler
+        self._exits = exits
         self._waiting: _Waiting | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether a reset waits for loads."""
+        """True if a reset waits for loads."""
         return self._waiting is not None
 
     def reset(self, reset: Callable[[], bool], *, by_force: bool, forget: bool) -> bool | Future[bool]:
@@ -89,13 +90,13 @@ class Resets:
             tracker.pausing = pausing
 
     def _give_up_saves(self) -> float | None:
-        """Returns in how many seconds loads end; None if no connector says so, for which vLLM's own reset must do."""
+        """Seconds within which loads end; None if no connector knows, for which vLLM's own reset must do."""
         connectors = connectors_of(self._scheduler.connector)
         return max((each.prepare_reset() for each in connectors if hasattr(each, "prepare_reset")), default=None)
 
     @property
     def _loads(self) -> bool:
-        """Whether a request waits for a load, or a step for one whose blocks are held. No block is held for a save."""
+        """True if a request waits for a load, or a step for one whose blocks are held. No block is held for a save."""
         contexts = (getattr(each, "scheduler_context", None) for each in connectors_of(self._scheduler.connector))
         if any(context is not None and context.touched_blocks for context in contexts):
             return True

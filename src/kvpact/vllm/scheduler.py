@@ -1,6 +1,6 @@
 """`--scheduler-cls kvpact.vllm.scheduler.pact_scheduler`: vLLM's own scheduler, speaking the pact with its connector.
 
-A match that a step does not take is said to the connector, with the reason, in that step; a smaller commit is
+A match that a step does not take is reported to the connector, with the reason, in that step; a smaller commit is
 honoured; and `vllm:external_prefix_cache_hits` counts only tokens that were not computed. Without these classes all
 works as well, but aborts are inferred from silence. Owns no decision: every method does what vLLM's own does, and notes
 what it sees. Connectors without the pact see nothing new.
@@ -97,7 +97,7 @@ class _SpeaksThePact:
         return super()._build_kv_connector_meta(connector, scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Take in what the workers did; first what they skipped, as a request's statistics leave with its first answer.
+        """Take in the step's output; first the tokens skipped, as a request's statistics leave with its first answer.
 
         Releases from 0.33 on may commit loads here.
         """
@@ -106,7 +106,8 @@ class _SpeaksThePact:
             add_invalid_blocks(model_runner_output, self.restarts.refused)
         hits = split_report(model_runner_output)
         self._spared += sum(hits.values())
-        counted, connector = self.connector_prefix_cache_stats, self.connector
+        counted = self.connector_prefix_cache_stats
+        connector = self.connector
         self._count_hits = partial(self._step_hits.count, scheduler_output, hits, counted, connector)
         if not invalid_blocks(model_runner_output):
             self._count_hits()
@@ -143,12 +144,12 @@ class _SpeaksThePact:
         return super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
-        """Drop what vLLM holds published; see `Resets`."""
+        """Empty vLLM's prefix cache; see `Resets`."""
         reset = partial(super().reset_prefix_cache, reset_running_requests, reset_connector)  # type: ignore[misc]
         return self.resets.reset(reset, by_force=reset_running_requests, forget=reset_connector)
 
     def has_requests(self) -> bool:
-        """Whether the engine must step: also while a reset waits."""
+        """True if the engine must step: also while a reset waits."""
         return super().has_requests() or self.resets.waits  # type: ignore[misc]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +187,7 @@ def pact_scheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:
 
 
 def counts_step_hits(vllm_config: Any) -> bool:
-    """Whether the engine's scheduler counts what workers had when a step began: it is of a class of this module."""
+    """True if the engine's scheduler counts what workers had when a step began: it is of a class of this module."""
     named = vllm_config.scheduler_config.get_scheduler_cls()
     chosen = _class_for(vllm_config) if named is pact_scheduler else named
     return isinstance(chosen, type) and issubclass(chosen, _SpeaksThePact)

@@ -54,10 +54,12 @@ class SchedulerSide:
         self, config: KvpactConfig, vllm_config: Any, metrics: Metrics, guard: Guard, groups: EngineGroups
     ) -> None:
         self._config = fit_to_engine(config, groups, vllm_config)
-        self._groups, self._several = groups, groups.several
+        self._groups = groups
+        self._several = groups.several
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
-        self._metrics, self._budget = metrics, guard.budget
+        self._metrics = metrics
+        self._budget = guard.budget
         is_plain = not (groups.several or groups.groups.tokens_ahead)
         self._kv_groups = one_group(int(vllm_config.cache_config.block_size)) if is_plain else groups.groups
         """The KV cache groups that the cache keeps."""
@@ -70,24 +72,24 @@ class SchedulerSide:
         self.credit = HitCredit()
         labels = zip(tier_labels(config.tiers), config.tiers, strict=True)
         self._places = {MEMORY: "host"} | {label: "disk" for label, url in labels if url.scheme in ON_DISK}
-        """What vLLM calls the places where tiers are, by the tiers' labels; `UNKNOWN_PLACE` for those not named."""
+        """vLLM's names for the places of tiers, by the tiers' labels; `UNKNOWN_PLACE` for those not named."""
         self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
         self._computed = ComputedTokens(vllm_config, self.identities, self._requests, self.loads)
         self._probes = Probes(guard, self._config.prepare_deadline)
         self._reports = Reports(self._requests, self.loads)
         self._stats: StatsCollector | None = None
         self._has_statistics = True
-        """Whether vLLM asks for counts."""
+        """True if vLLM asks for counts."""
         self._model = str(vllm_config.model_config.model)
         self._without_cache = None
-        """What answers in the place of a cache, where there will be none."""
+        """Socket that answers in the place of a cache, where there will be none."""
         if groups.unserved:
             logger.warning("kvpact: this engine runs without a cache: %s", groups.unserved)
             verdict = StartVerdict(groups.unserved)
             self._without_cache = answer_without_cache(metrics, self._model, self._block_size, verdict)
         self.speaks_the_pact = False
-        """Whether the engine's scheduler says what becomes of each match, and begins requests again whose steps relied
-        on blocks that were not loaded."""
+        """True if the engine's scheduler reports each match's exit, and begins requests again whose steps relied on
+        blocks that were not loaded."""
 
     @property
     def cache(self) -> ExternalCache | None:
@@ -114,14 +116,16 @@ class SchedulerSide:
         require_groups(self.mounted.cache, self._groups)
         if self._has_statistics:
             self._stats = StatsCollector(self.mounted.observe, collect_samples=self._metrics.collect_samples)
-            self._stats.is_behind = True  # the page hears of tiers before the first request, also of one that is away
+            self._stats.is_behind = True  # the page shows tiers before the first request, absent ones too
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
         verdict = start_verdict(self._groups, missing, has_statistics=self._has_statistics)
         self.mounted.listen(self._model, verdict)
 
     def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:
-        config, vllm_config, groups = self._config, self._vllm_config, self._groups
+        config = self._config
+        vllm_config = self._vllm_config
+        groups = self._groups
         with_slots = sum(hello.slots_of is None for hello in hellos)
         return MountedCache(
             config,
@@ -162,7 +166,7 @@ class SchedulerSide:
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """The tokens that can be loaded after `num_computed_tokens`; None: ask again later.
 
-        Whatever goes wrong, the request then has no plan that the engine does not know of.
+        On an error the request has no plan that the engine does not know of.
         """
         view = self._requests.view(request)
         view.answer = None
@@ -177,7 +181,7 @@ class SchedulerSide:
             return match
         if self._several and not match.load_kv_async:
             cache.abort_external_match(view.request_id, match, "synchronous")
-            raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no word of their blocks")
+            raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no report of its blocks")
         if not mounted.copies_are_proven:
             match = replace(match, load_kv_async=True)
         view.answer = OfferedMatch(match, num_computed_tokens // self._block_size)
@@ -191,7 +195,7 @@ class SchedulerSide:
         self._commit(request, blocks, num_tokens, self.loads.fail)
 
     def may_refuse(self, request: Any) -> bool:
-        """Whether the engine can be refused the request's match, because its load is asynchronous."""
+        """True if the engine can be refused the request's match, because its load is asynchronous."""
         answer = self._requests.view(request).answer
         return answer is not None and answer.match.load_kv_async
 
@@ -204,12 +208,15 @@ class SchedulerSide:
     ) -> int:
         view = self._requests.view(request)
         mounted = self.mounted
-        answer, view.answer = view.answer, None
+        answer = view.answer
+        view.answer = None
         if num_tokens:
             self._probes.on_taken(view)
         if answer is None or mounted is None:
             return 0
-        epochs, accepted, tables = mounted.weights.epochs, 0, blocks.get_block_ids()
+        epochs = mounted.weights.epochs
+        accepted = 0
+        tables = blocks.get_block_ids()
         found = [
             (self._places.get(tier, UNKNOWN_PLACE), part) for tier, part in mounted.found_in(answer.match, num_tokens)
         ]
@@ -226,7 +233,7 @@ class SchedulerSide:
         return accepted
 
     def abort(self, request_id: str, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
-        """The engine will not take the match; its scheduler says so."""
+        """End the match: the engine's scheduler has reported that it is not taken."""
         if self.mounted is not None:
             self.mounted.cache.abort_external_match(request_id, match, reason)
         view = self._requests.get(request_id)
@@ -239,7 +246,7 @@ class SchedulerSide:
             self.mounted.cache.postpone_external_match(request_id, reason)
 
     def end_step(self, scheduler_output: Any) -> PactMetadata:
-        """`build_connector_meta`: what the workers must do with this step."""
+        """End the step (`build_connector_meta`): the orders for the workers."""
         scheduled = scheduler_output.num_scheduled_tokens
         self.loads.scheduled(scheduled.keys())
         if self.context is not None:
@@ -258,7 +265,8 @@ class SchedulerSide:
         if mounted.step_lookup is not None:
             self._computed.look_up(mounted.step_lookup, scheduler_output)
         work = mounted.cache.end_step()
-        adapters, computes = self.loads.run(scheduled.keys()), bool(scheduled)
+        adapters = self.loads.run(scheduled.keys())
+        computes = bool(scheduled)
         if work == _NO_WORK and not (adapters or self.loads.broken):
             self.loads.end_step()
             return NOTHING_TO_DO[computes]
@@ -285,7 +293,7 @@ class SchedulerSide:
         return metadata
 
     def abandon_step(self) -> None:
-        """Cancel what the cache was about to order when `end_step` raised: sent later, it would write to other
+        """Cancel the copies that the cache was about to order when `end_step` raised: later they would write to other
         blocks."""
         if self.mounted is not None:
             self.mounted.cache.abandon_step(len(self.mounted.segments))
@@ -297,7 +305,7 @@ class SchedulerSide:
     def apply_report(
         self, report: WorkerReport, invalid_block_ids: set[int], failed_requests: Collection[str] = ()
     ) -> None:
-        """`update_connector_output`: settle what the workers report as done."""
+        """Settle the workers' reports (`update_connector_output`)."""
         mounted = self.mounted
         overdue = mounted is not None and mounted.cache.has_overdue_loads
         taken = self._reports.take(self.context, report, invalid_block_ids, failed_requests, overdue=overdue)
@@ -306,11 +314,11 @@ class SchedulerSide:
             self._reports.settle(mounted.cache, mounted.weights.epochs, self.context, invalid_block_ids)
 
     def loads_ended(self, request_ids: Collection[str]) -> None:
-        """The engine hears of the end of these requests' asynchronous loads."""
+        """Note the requests of whose asynchronous loads the engine learns that they have ended."""
         self.loads.ended.update(self._requests.ids & request_ids)
 
     def note_end(self, request: Any) -> None:
-        """The request has said its last token: its last whole block may have got its name only now."""
+        """Save the last whole block of a request that ends, where its key is known only now."""
         mounted = self.mounted
         context = self.context
         if mounted is None or context is None or not self._computed.is_named_at_end(request):
@@ -330,7 +338,7 @@ class SchedulerSide:
     # Whole engine
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM must keep stepping without requests: for the workers' reports, then once for the counts."""
+        """True if vLLM must keep stepping without requests: for the workers' reports, then once for the counts."""
         pending = self.mounted is not None and self.mounted.has_pending_work()
         return pending or (self._stats is not None and self._stats.wants_step)
 
@@ -350,7 +358,7 @@ class SchedulerSide:
             self.mounted.reset()
 
     def give_up_saves(self) -> float:
-        """See `PactConnector.prepare_reset`."""
+        """Hold no block for a save; returns the seconds within which loads end."""
         if self.mounted is not None:
             self.mounted.give_up_saves()
         return self._config.load_deadline
@@ -363,6 +371,7 @@ class SchedulerSide:
         self._end_cache()
 
     def _end_cache(self) -> None:
-        mounted, self.mounted = self.mounted, None
+        mounted = self.mounted
+        self.mounted = None
         if mounted is not None:
             mounted.close()

@@ -25,7 +25,7 @@ INTERVAL_SECONDS = 1.0
 """vLLM gets counts at most this often, in seconds: collecting them takes time, and no scraper is faster."""
 
 PATIENCE_SECONDS = 0.5
-"""Seconds for which counts that are due wait for a step that has time to collect them."""
+"""Seconds that due counts wait for a step with time to collect them."""
 
 SLOW_STEP_SECONDS = 1e-3
 """A scheduler step should spend at most this many seconds in kvpact (P11)."""
@@ -39,7 +39,7 @@ def _kind_of(name: str) -> str:
 
 
 _ONE_OF_SEVERAL_SERVERS = {"multiprocess_mode": "mostrecent"}
-"""The page shows the last value of all API servers that share an endpoint: each hears of an engine now and then."""
+"""The page shows the last value of all API servers of an endpoint: each gets an engine's counts now and then."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class PactStats(KVConnectorStats):
         return {f"kvpact {name}": self.data.get(name, 0) for name in shown}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """True if nothing was counted."""
         return not self.data
 
 
@@ -86,24 +86,25 @@ class StatsCollector:
         clock: Callable[[], float] = time.monotonic,
         collect_samples: Callable[[], Mapping[str, Sequence[float]]] = dict,
     ) -> None:
-        self._observe, self._collect_samples = observe, collect_samples
+        self._observe = observe
+        self._collect_samples = collect_samples
         self._clock = clock
         self.due_at = 0.0  # when `collect` next has something to do, on `clock`
         self._shot: Snapshot | None = None
         self._last: Mapping[str, float] = {}
         self.is_behind = False
-        """Whether steps were made since the counts were taken last."""
+        """True if steps were made since the counts were taken last."""
         self._asked_at: float | None = None
         """Since when a last step is asked for."""
 
     @property
     def is_due(self) -> bool:
-        """Whether `collect` has something to do; if not, call it later, and note that counts are behind."""
+        """True if `collect` has something to do; if not, call it later, and note that counts are behind."""
         return self._asked_at is not None or self._clock() >= self.due_at
 
     @property
     def wants_step(self) -> bool:
-        """Whether an engine with nothing else to do must step once more. Not for longer than such a step takes."""
+        """True if an engine with nothing else to do must step once more. Not for longer than such a step takes."""
         now = self._clock()
         if self._asked_at is None and self.is_behind:
             self._asked_at = now
@@ -111,7 +112,7 @@ class StatsCollector:
 
     @property
     def can_wait(self) -> bool:
-        """Whether a step without time may leave the next `collect` to a later step."""
+        """True if a step without time may leave the next `collect` to a later step."""
         return self._asked_at is None and self._clock() < self.due_at + PATIENCE_SECONDS
 
     def collect(self) -> PactStats | None:
@@ -120,14 +121,17 @@ class StatsCollector:
         In a step that `wants_step` asked for, the difference to the counts as they are.
         """
         now = self._clock()
-        is_last, self._asked_at = self._asked_at is not None, None
+        is_last = self._asked_at is not None
+        self._asked_at = None
         self.is_behind = not is_last
         if self._shot is None and not is_last:
             self._shot = self._observe() if now >= self.due_at else None
             return None
         self.due_at = now + INTERVAL_SECONDS
-        shot, self._shot = self._observe() if is_last or self._shot is None else self._shot, None
-        steps, fast = shot[f"{STEP_SECONDS}_count"], shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
+        shot = self._observe() if is_last or self._shot is None else self._shot
+        self._shot = None
+        steps = shot[f"{STEP_SECONDS}_count"]
+        fast = shot[f'{STEP_SECONDS}_bucket{{le="{SLOW_STEP_SECONDS}"}}']
         shot |= {"steps": steps, "slow_steps": steps - fast, "spent_seconds": shot[f"{STEP_SECONDS}_sum"]}
         changed = {
             name: value if kind == "gauge" else value - self._last.get(name, 0)
@@ -174,7 +178,7 @@ class PactPromMetrics(KVConnectorPromMetrics):
                     self._recorder(engine, series(metric.name, label) if metric.label else metric.name)
 
     def _recorder(self, engine: int, name: str) -> Callable[[float], None] | None:
-        """What records a value of one series; None for one of another release."""
+        """Recorder of a value of one series; None for one of another release."""
         if (engine, name) not in self._record:
             family = name.partition("{")[0]
             if family not in self._families or engine not in self._engines:

@@ -44,7 +44,7 @@ class StepHookConnector(Protocol):
 
 
 class Candidates:
-    """Which requests of a step may be served; equal on all ranks, because all see the same steps.
+    """Requests of a step that may be served; equal on all ranks, because all see the same steps.
 
     Never served: requests with media, prompt embeddings or prompt log-probabilities, pooling, and those that are to
     read no cache: all need the forward pass of every token. Not served in a step: requests with speculative tokens,
@@ -122,7 +122,7 @@ def apply_external_hits(scheduler_output: Any, hits: Hits) -> Any:
 
 @dataclass
 class ReportWithHits(KVConnectorWorkerMetadata):
-    """What a connector reports to the scheduler's process, and what the step skipped: the same on every rank."""
+    """A connector's report to the scheduler's process, and the tokens that the step skipped: the same on every rank."""
 
     report: Any
     """The connector's own report; None without one."""
@@ -136,7 +136,7 @@ class ReportWithHits(KVConnectorWorkerMetadata):
 
 
 def split_report(model_output: Any) -> Hits:
-    """What the step skipped on all ranks; the connector's own report is left in the model runners' output."""
+    """Tokens that the step skipped on all ranks; the connector's own report is left in the model runners' output."""
     connector_output = model_output.kv_connector_output
     both = connector_output.kv_connector_worker_meta if connector_output else None
     if not isinstance(both, ReportWithHits):
@@ -157,12 +157,13 @@ class StepHook:
         self._hits: Hits = {}
 
     def report_hits(self) -> None:
-        """From now on the scheduler's process hears what steps skip: it is added to what the connector reports."""
+        """Add each step's skipped tokens to the connector's reports to the scheduler's process."""
         connector: Any = self._connector
         build = connector.build_connector_worker_meta
 
         def build_with_hits() -> Any:
-            report, hits = build(), self._hits
+            report = build()
+            hits = self._hits
             self._hits = {}
             return ReportWithHits(report, hits) if hits else report
 

@@ -59,7 +59,7 @@ def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHoo
 
 
 def is_second_runner(runner: Any) -> bool:
-    """Whether the model runner is vLLM's second one, whose running requests keep their position on the device.
+    """True if the model runner is vLLM's second one, whose running requests keep their position on the device.
 
     Decided by the object that will run and not by a setting (H92). Raises ConfigError if it is neither of the two.
     """
@@ -128,12 +128,11 @@ def pact_connector(connector: Any) -> Any:
 
 
 def weights_notices() -> NoticeWriter:
-    """The notice in which this process's rank records changes of its weights. Raises ConfigError without
-    PactConnector."""
+    """This rank's notice, for changes of its weights. Raises ConfigError without PactConnector."""
     connector = pact_connector(_connector())
     notices: NoticeWriter | None = connector.cache_worker.notices if connector is not None else None
     if notices is None:
-        raise ConfigError("this engine has no PactConnector, so nothing is stored that weights could be told of")
+        raise ConfigError("this engine has no PactConnector, so there is no cache to invalidate")
     return notices
 
 
@@ -148,10 +147,10 @@ class WeightsExtension:
         weights_notices().weights_change()
 
     def kvpact_set_weights_version(self, version: str) -> None:
-        """The current weights are `version`: engines with the same word share. Call it after the change.
+        """Announce the current weights' version: engines of equal versions share. Call it after the change.
 
-        Raises ValueError for an empty word or one of more than 1024 bytes. If the word is refused, because no change or
-        reset came since the last one, the log of the scheduler's process says so.
+        Raises ValueError for an empty version or one of more than 1024 bytes. Without a change or reset since the last
+        one a version is refused; the scheduler's process logs that.
         """
         weights_notices().set_word(version)
 
@@ -168,7 +167,7 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
     _kvpact_adapters: Any = None
     """vLLM's manager of adapters, once it records what it loads."""
     _kvpact_touched = False
-    """Whether the model runner was requested since the last step: all ways to the weights lead through it."""
+    """True if the model runner was requested since the last step: all ways to the weights lead through it."""
 
     @property
     def model_runner(self) -> Any:
@@ -196,12 +195,12 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
         return answer
 
     def kvpact_weights_changed(self) -> None:
-        """See `WeightsExtension`."""
+        """Announce changed weights (`WeightsExtension`)."""
         with self.kvpact_watch.changing():
             weights_notices()
 
     def kvpact_set_weights_version(self, version: str) -> None:
-        """See `WeightsExtension`. An unrecorded change is looked for first, and comes before the word."""
+        """Announce the weights' version (`WeightsExtension`). An unrecorded change is recorded first."""
         weights_notices()
         self.kvpact_watch.set_word(version)
 

@@ -1,4 +1,4 @@
-"""What only a worker knows of the content of its blocks: kernels, layouts, position encoding, the model as loaded.
+"""Facts about the content of blocks that only a worker knows: kernels, layouts, position encoding, the model as loaded.
 
 Owns the reading of vLLM's layers, rotary modules and loaded configuration into short strings, the facts. Equal facts
 mean that the same bytes have the same meaning. A fact that cannot be read differs from every other. No fact has a
@@ -60,7 +60,7 @@ def worker_facts(
     """Name -> fact of this worker. Call it once the model is loaded and the layers are set up.
 
     `pages` is the result of `layer_pages`, `find_model` returns the model, where the worker gives it to connectors.
-    Never raises: a fact that cannot be read is drawn at random, so the engine shares nothing, and one warning says so.
+    Never raises: a fact that cannot be read is drawn at random, so the engine shares nothing, and logs one warning.
     """
     readers: dict[str, Callable[[], str]] = {
         "machine": machine,
@@ -70,7 +70,8 @@ def worker_facts(
         "architecture": lambda: _architecture(vllm_config.model_config, find_model),
         "position": lambda: _position(vllm_config.model_config, find_model),
     }
-    facts, problems = {}, []
+    facts = {}
+    problems = []
     for name, read in readers.items():
         try:
             facts[name] = read()
@@ -79,8 +80,8 @@ def worker_facts(
             problems.append(f"{name} ({type(error).__name__}: {error})")
     if problems:
         logger.warning(
-            "kvpact: this engine shares nothing with others or with its own next life, because vLLM did not tell what "
-            "its blocks hold: %s",
+            "kvpact: this engine shares nothing with others or with its own next start, because the content of its "
+            "blocks cannot be identified: %s",
             "; ".join(problems),
         )
     return facts
@@ -121,7 +122,8 @@ def _times(count: int, value: str) -> str:
 
 
 def _page(tensor: Any, num_blocks: int) -> str:
-    shape, strides = list(tensor.shape), list(tensor.stride())
+    shape = list(tensor.shape)
+    strides = list(tensor.stride())
     blocks = block_axis(shape, num_blocks)
     if blocks is None:
         raise ValueError(f"KV memory of shape {tuple(shape)} has no axis for its {num_blocks} blocks")
@@ -141,7 +143,7 @@ def _layers(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _kernels(layer: Any) -> str:
-    """Backend, how CPU kernels pack keys and values, and the KV cache's dtype."""
+    """Backend, packing of keys and values by CPU kernels, and the KV cache's dtype."""
     names = [layer.get_attn_backend().get_name(), kernel_packing(layer), kv_cache_dtype(layer)]
     return " ".join(str(name) for name in names if name)
 
@@ -156,7 +158,7 @@ def _layers_fact(layers: Mapping[str, Any], pages: Mapping[str, str]) -> str:
 
 
 def machine() -> str:
-    """The platform, and what its kernels are chosen by.
+    """The platform, and the settings that choose its kernels.
 
     GPU kernels of another device generation do not change the layout under one backend's name, strides and dtype, so
     the device's capability is left out; but the device decides which eight-bit format "fp8" means.
@@ -203,7 +205,7 @@ def _position(model_config: Any, find_model: Callable[[], Any] | None) -> str:
 
 
 def _hides_positions(model_config: Any) -> bool:
-    """Whether the model may depend on `max_model_len` in a way that only the model itself shows.
+    """True if the model may depend on `max_model_len` in a way that only the model itself shows.
 
     A part of a model gets a copy of the configuration and changes that (Llama 4 within a multi-modal model); modules of
     transformers are not in vLLM's list.
@@ -223,7 +225,7 @@ def _short_form(module: Any) -> str:
 
 
 def _rotary(module: Any, dtype: Any) -> str:
-    """All that decides what a rotary module does: its class, its scalar attributes, its tables in `dtype`.
+    """All that decides a rotary module's results: its class, its scalar attributes, its tables in `dtype`.
 
     vLLM casts a table to the model's dtype at first use, or each time, depending on whether the engine is compiled.
     """
@@ -238,7 +240,7 @@ def _rotary(module: Any, dtype: Any) -> str:
 
 
 def _settings(module: Any) -> dict[str, Any]:
-    """A module's plain attributes: numbers, words, dtypes, and lists and mappings of them."""
+    """A module's plain attributes: numbers, strings, dtypes, and lists and mappings of them."""
     import torch
 
     of_every_module = vars(torch.nn.Module())

@@ -33,7 +33,7 @@ def _open(model: str, config: KvpactConfig, paged: PagedKV, segment: ArenaSegmen
 def rank_info(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> RankInfo:
     """Return the worker's rank and the number of ranks; pipeline stages are counted before tensor-parallel ranks.
 
-    Of tensor-parallel ranks that hold the same keys and values, the first tells the others where it stores them.
+    Of tensor-parallel ranks that hold the same keys and values, the first shares the place where it stores them.
     """
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 

@@ -15,7 +15,7 @@ LATENT_SPECS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
 def runs_second_runner(vllm_config: Any) -> bool:
-    """Whether vLLM is configured to use its second model runner."""
+    """True if vLLM is configured to use its second model runner."""
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
@@ -30,48 +30,48 @@ def replica_number(parallel_config: Any) -> int:
 
 
 def moves_experts(vllm_config: Any) -> bool:
-    """Whether the engine moves experts between ranks while it runs."""
+    """True if the engine moves experts between ranks while it runs."""
     return bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
 
 
 def may_sleep(vllm_config: Any) -> bool:
-    """Whether the engine may be put to sleep, which unmaps its KV memory."""
+    """True if the engine may be put to sleep, which unmaps its KV memory."""
     return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
 
 
 def allows_cascade_attention(vllm_config: Any) -> bool:
-    """Whether vLLM may compute a common prefix of all requests once."""
+    """True if vLLM may compute a common prefix of all requests once."""
     return not getattr(vllm_config.model_config, "disable_cascade_attn", True)
 
 
 def encoder_cache_size(vllm_config: Any) -> int:
-    """Tokens of media that the encoder's cache can hold; 0 where vLLM does not say."""
+    """Tokens of media that the encoder's cache can hold; 0 where vLLM does not report it."""
     return int(getattr(vllm_config.scheduler_config, "encoder_cache_size", None) or 0)
 
 
 def encodes_media_elsewhere(vllm_config: Any) -> bool:
-    """Whether another process encodes media."""
+    """True if another process encodes media."""
     return getattr(vllm_config, "ec_transfer_config", None) is not None
 
 
 def runs_encoder_with_adapters(lora_config: Any) -> bool:
-    """Whether adapters change what the encoder of media computes. `lora_config` may be None."""
+    """True if adapters change what the encoder of media computes. `lora_config` may be None."""
     return bool(getattr(lora_config, "enable_tower_connector_lora", False))
 
 
 def speculates(vllm_config: Any) -> bool:
-    """Whether several tokens of a request may be computed of which only some are kept."""
+    """True if several tokens of a request may be computed of which only some are kept."""
     return getattr(vllm_config, "speculative_config", None) is not None
 
 
 def drops_draft_blocks(vllm_config: Any) -> bool:
-    """Whether a draft model keeps of a token what depends on the token after it (EAGLE, MTP)."""
+    """True if a draft model keeps of a token what depends on the token after it (EAGLE, MTP)."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and bool(speculative.use_eagle())
 
 
 def hit_alignment(kv_cache_config: Any) -> int:
-    """Tokens of which vLLM wants a hit to be a multiple; 1 before 0.32, where whole blocks of each group are meant."""
+    """Tokens: vLLM wants hits to be a multiple of it; 1 before 0.32, where whole blocks of each group are meant."""
     return int(getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 1)
 
 
@@ -85,7 +85,7 @@ def draft_model(vllm_config: Any) -> tuple[Any, Any] | None:
 
 
 def load_format(load_config: Any) -> str:
-    """How weights are loaded; a text or an enumeration in vLLM."""
+    """Format of the weights' files; a text or an enumeration in vLLM."""
     return str(getattr(load_config.load_format, "value", load_config.load_format))
 
 
@@ -95,7 +95,7 @@ def weights_source(model_config: Any) -> str:
 
 
 def resolved_revision(revision: Any, repository: str) -> str | None:
-    """The commit to which vLLM resolved a revision of this repository, or else the revision itself.
+    """The commit that vLLM resolved a revision of this repository to, or else the revision itself.
 
     vLLM has huggingface_hub's `ResolvedRevision`, a string with more attributes, where the hub could be asked.
     """
@@ -130,7 +130,7 @@ def kernel_variables() -> dict[str, Any]:
 def ranks_with_same_kv(vllm_config: Any, kv_cache_config: Any) -> int:
     """Neighbouring tensor-parallel ranks that hold the same bytes in every block: all, where attention is MLA.
 
-    1 where any layer is of another kind. Releases from 0.31 on must say so, too: they know splits over other ranks.
+    1 where any layer is of another kind. From 0.31 on vLLM must report the same: it knows splits over other ranks.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if not specs or not all(_is_latent(spec) for spec in specs):
@@ -140,7 +140,7 @@ def ranks_with_same_kv(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _is_latent(spec: Any) -> bool:
-    """Whether each rank has the keys and values of all heads, as one vector a token."""
+    """True if each rank has the keys and values of all heads, as one vector a token."""
     of_layers = getattr(spec, "kv_cache_specs", None)
     if of_layers is not None:
         return all(_is_latent(one) for one in of_layers.values())

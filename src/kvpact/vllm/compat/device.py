@@ -18,7 +18,7 @@ Swap = Callable[..., None]
 """`swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)`, into the current stream."""
 
 RELAXED: Final = 2
-"""`cudaStreamCaptureModeRelaxed`: what this thread calls does no harm to a graph that another one captures."""
+"""`cudaStreamCaptureModeRelaxed`: calls of this thread do no harm to a graph that another one captures."""
 
 
 def copy_call() -> Swap:
@@ -78,7 +78,7 @@ def _pin_by_runtime(address: int, num_bytes: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Unpin what was pinned from `address` on."""
+    """Unpin host memory that was pinned from `address` on."""
     try:
         from vllm.v1.kv_offload.cpu.host_register import host_unregister
     except ImportError:

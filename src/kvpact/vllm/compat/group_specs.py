@@ -45,15 +45,15 @@ def state_mode(spec: Any) -> str:
 
 
 def is_computed_again(spec: Any) -> bool:
-    """Whether vLLM computes the layers' last window again after each hit, from 0.31 on."""
+    """True if vLLM computes the layers' last window again after each hit, from 0.31 on."""
     return bool(getattr(spec, "bounded_replay", False))
 
 
 def is_draft_group(group: Any) -> bool:
-    """Whether vLLM has marked a group as that of a draft model."""
+    """True if vLLM has marked a group as that of a draft model."""
     return bool(getattr(group, "is_eagle_group", False))
 
 
 def is_handed_out(group: Any) -> bool:
-    """Whether connectors may copy a group's blocks, and they lie on the device."""
+    """True if connectors may copy a group's blocks, and they lie on the device."""
     return bool(getattr(group, "enable_kv_transfer", True)) and not getattr(group, "host_resident", False)

@@ -1,4 +1,4 @@
-"""The order in which vLLM lays out KV memory, as far as a connector may ask for one."""
+"""The order of layers and blocks in vLLM's KV memory, as far as a connector may ask for one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kvpact.contract import ExternalMatchExit
 from kvpact.vllm.compat.objects import connectors_of
 
 BLOCKED = "WAITING_FOR_"
-"""What the status of a request that waits for something else than its turn begins with."""
+"""Beginning of the status of a request that waits for something else than its turn."""
 
 
 def leaves_of(connector: Any) -> list[Any]:
@@ -30,7 +30,7 @@ def chosen_connector(connector: Any, request_id: str) -> Any:
 
 
 def commits_later(scheduler: Any, request_id: str) -> bool:
-    """Whether the request's load begins with the running step's output, as on 0.33."""
+    """True if the request's load begins with the running step's output, as on 0.33."""
     return request_id in getattr(scheduler, "deferred_loads", ())
 
 
@@ -71,7 +71,7 @@ def why_not_asked(scheduler: Any, output: Any, request: Any) -> ExternalMatchExi
 
 
 def is_paused(scheduler: Any) -> bool:
-    """Whether the scheduler starts no request."""
+    """True if the scheduler starts no request."""
     return bool(scheduler._pause_state.name != "UNPAUSED")
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 SCALES = ("_q_scale", "_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float")
-"""The factors by which an attention layer scales quantised keys and values."""
+"""Scaling factors of an attention layer's quantised keys and values."""
 
 LOAD_ADAPTER = "_load_adapter"
 """The method of vLLM's `WorkerLoRAManager` that reads an adapter's files; nothing else reads them."""
@@ -46,7 +46,7 @@ def add_invalid_blocks(model_output: Any, block_ids: set[int]) -> None:
 
 
 def replays_full_graph(forward_context: Any) -> bool:
-    """Whether the forward pass may be one graph, replayed without the layers' hooks.
+    """True if the forward pass may be one graph, replayed without the layers' hooks.
 
     Model runners that replay a full graph without a context, or without metadata for the layers, look the same.
     """
@@ -55,7 +55,7 @@ def replays_full_graph(forward_context: Any) -> bool:
 
 
 def layers_without_hook(vllm_config: Any, names: Iterable[str]) -> list[str]:
-    """Return which of an engine's layers have an attention of their own, so that none may ask for its load (H113)."""
+    """Return the layers of an engine that have an attention of their own, so that none may ask for its load (H113)."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     layers = vllm_config.compilation_config.static_forward_context
@@ -68,17 +68,17 @@ def layers_without_hook(vllm_config: Any, names: Iterable[str]) -> list[str]:
 
 
 def prompt_token_mask(request: Any) -> Any:
-    """Which positions of a prompt with embeddings are tokens; None where the release does not say."""
+    """Mask of the positions of a prompt with embeddings that are tokens; None where the release does not report it."""
     return getattr(request, "prompt_is_token_ids", None)
 
 
 def has_3d_adapter(lora_request: Any) -> bool:
-    """Whether an adapter has one weight for all experts of a layer."""
+    """True if an adapter has one weight for all experts of a layer."""
     return bool(getattr(lora_request, "is_3d_lora_weight", False))
 
 
 def is_tensorized(lora_request: Any) -> bool:
-    """Whether an adapter's weights are read from elsewhere than its files."""
+    """True if an adapter's weights are read from elsewhere than its files."""
     return bool(getattr(lora_request, "tensorizer_config_dict", None))
 
 
@@ -86,12 +86,12 @@ def is_tensorized(lora_request: Any) -> bool:
 
 
 def replays(new_request: Any) -> bool:
-    """Whether a request of the step computes again tokens that were computed elsewhere."""
+    """True if a request of the step computes again tokens that were computed elsewhere."""
     return bool(getattr(new_request, "replay_start", 0))
 
 
 def collects_outputs(scheduler_output: Any) -> bool:
-    """Whether a step's forward pass leaves part of each token with another connector."""
+    """True if a step's forward pass leaves part of each token with another connector."""
     return getattr(scheduler_output, "aux_output_connector_metadata", None) is not None
 
 
@@ -134,7 +134,7 @@ def add_hits(counted: Any, request: Any, tokens: int, connector: Any, *, preempt
 
 
 def kernel_packing(layer: Any) -> Any:
-    """How the CPU kernels of a layer pack keys and values; None for others."""
+    """Packing of keys and values by a layer's CPU kernels; None for others."""
     return getattr(layer, "isa", None)
 
 
@@ -174,7 +174,7 @@ def weight_loader(model: Any) -> Callable[..., Any] | None:
 
 
 def draft_module(worker: Any) -> Any:
-    """The draft model that a worker runs; None if it has none or cannot say."""
+    """The draft model that a worker runs; None if it has none or does not report it."""
     find = getattr(worker, "get_draft_model", None)
     return find() if find is not None else None
 

@@ -23,10 +23,10 @@ names."""
 
 
 KVPACT_WORKER = "kvpact.vllm.worker.KvpactWorker"
-"""What a user names instead: it reports changes of the weights."""
+"""The class that a user names instead: it reports changes of the weights."""
 
 PACT_SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
-"""What a user names as the scheduler's class: it says which matches it does not take."""
+"""The class that a user names as the scheduler's: it reports the matches that it does not take."""
 
 PACT_SPEC = "PactTieringSpec"
 """The spec of vLLM's own offloading that `kvpact serve` names instead of both."""
@@ -44,7 +44,7 @@ def platform_kind(platform: Any) -> str | None:
 
 
 def classes_for(platform: Any, release: str) -> dict[str, str]:
-    """Return which of `OUR_CLASSES` fit: none where vLLM's worker is unknown, no scheduler on an unknown release."""
+    """Return the `OUR_CLASSES` that fit: none where vLLM's worker is unknown, no scheduler on an unknown release."""
     if platform_kind(platform) is None:
         return {}
     return dict(OUR_CLASSES) if is_known(release) else {"--worker-cls": KVPACT_WORKER}

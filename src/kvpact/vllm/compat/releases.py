@@ -1,7 +1,7 @@
 """The releases of vLLM that kvpact is written for and tested on. Imports nothing of vLLM.
 
 This decides only whether a release is known: the other modules of this folder inspect vLLM's own objects, so that a
-release between two of these is served too. What each offers, the test kit says (`kvpact_testkit.vllm.releases`).
+release between two of these is served too. `kvpact_testkit.vllm.releases` lists what each offers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LAST_COMMIT = "kvpact's commit b9a0c7b9 is the last one that serves 0.28 and 0.2
 
 
 def is_known(version: str) -> bool:
-    """Whether a version such as "0.32.1+cpu" belongs to one of the releases."""
+    """True if a version such as "0.32.1+cpu" belongs to one of the releases."""
     return ".".join(version.split(".")[:2]) in SERIES
 
 

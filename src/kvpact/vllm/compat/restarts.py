@@ -1,7 +1,7 @@
 """Requests over blocks that hold something else than they should begin again, whatever steps of theirs are under way.
 
 Owns the block tables of requests that left their blocks while a step was under way. Works by what vLLM does at a reset
-of its prefix cache with requests running: they are preempted, and what steps under way say of them is dropped.
+of its prefix cache with requests running: they are preempted, and outputs of steps in flight are dropped for them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Table = tuple[str, Sequence[int]]
 """A request and its blocks, of all groups one after the other, without null blocks."""
 
 
-def spread(spoilt: set[int], tables: Sequence[Table], *, several: bool) -> set[str]:
-    """Add to `spoilt` what was computed over it: in each table what is behind; of `several` groups, the whole table.
+def spread(invalid: set[int], tables: Sequence[Table], *, several: bool) -> set[str]:
+    """Add to `invalid` all blocks computed over them: in each table those behind; of `several` groups, the whole table.
 
     Returns the requests of these tables.
     """
     over: set[str] = set()
     before = -1
-    while len(spoilt) > before:
-        before = len(spoilt)
+    while len(invalid) > before:
+        before = len(invalid)
         for request_id, blocks in tables:
-            if not spoilt.isdisjoint(blocks):
+            if not invalid.isdisjoint(blocks):
                 over.add(request_id)
-                first = 0 if several else next(place for place, block in enumerate(blocks) if block in spoilt)
-                spoilt.update(blocks[first:])
+                first = 0 if several else next(place for place, block in enumerate(blocks) if block in invalid)
+                invalid.update(blocks[first:])
     return over
 
 
@@ -42,12 +42,13 @@ class Restarts:
 
     def __init__(self, scheduler: Any) -> None:
         """The connectors with `requests_begin_again` take part."""
-        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
         self._connectors = [
             each for each in connectors_of(scheduler.connector) if hasattr(each, "requests_begin_again")
         ]
         self.several = bool(self._connectors) and len(scheduler.kv_cache_config.kv_cache_groups) > 1
-        """Whether blocks of several KV cache groups may be named, of which vLLM's own scheduler takes no word."""
+        """True if blocks of several KV cache groups may be reported, which vLLM's own scheduler does not accept."""
         self.refused: set[int] = set()
         """Blocks of the oldest step under way whose load a connector refused when it was too late."""
         self._left: deque[list[Table]] = deque()
@@ -71,7 +72,7 @@ class Restarts:
         tables = ((name, self._manager.get_block_ids(name)) for name in request_ids)
         return [(name, [block for block in chain(*groups) if block != null]) for name, groups in tables]
 
-    def begin_again(self, invalid: Iterable[int]) -> set[str]:
+    def begin_again(self, reported: Iterable[int]) -> set[str]:
         """Blocks were not loaded on which steps rely: returns the requests whose output of the oldest step counts for
         nothing. With the policy "recompute" they begin again; else the caller ends them.
 
@@ -81,17 +82,17 @@ class Restarts:
         loading = {one.request_id for one in requests if one.status.name == LOADS}
         held = self._tables(one.request_id for one in requests)
         left = list(chain(*self._left))
-        spoilt = set(invalid).intersection(chain(*(blocks for name, blocks in [*held, *left] if name not in loading)))
-        if not spoilt or not (self._connectors or self.refused):
+        invalid = set(reported).intersection(chain(*(blocks for name, blocks in [*held, *left] if name not in loading)))
+        if not invalid or not (self._connectors or self.refused):
             return set()
-        over = spread(spoilt, [*held, *left], several=self.several)
-        self._manager.block_pool.evict_blocks(spoilt)
+        over = spread(invalid, [*held, *left], several=self.several)
+        self._manager.block_pool.evict_blocks(invalid)
         for connector in self._connectors:
-            connector.requests_begin_again(spoilt, {name: blocks for name, blocks in [*left, *held] if name in over})
+            connector.requests_begin_again(invalid, {name: blocks for name, blocks in [*left, *held] if name in over})
         if self._scheduler.recompute_kv_load_failures:
             for name in over.intersection(self._scheduler.requests):
                 self._scheduler.requests[name].drop_stale_output = True  # also of one that vLLM preempted meanwhile
-            self._take_blocks({name for name, blocks in held if not spoilt.isdisjoint(blocks)})
+            self._take_blocks({name for name, blocks in held if not invalid.isdisjoint(blocks)})
         return over
 
     def _take_blocks(self, names: set[str]) -> None:
@@ -102,7 +103,7 @@ class Restarts:
             scheduler._preempt_request(request, None, drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             if request.prefill_stats is not None:
-                request.num_preemptions -= 1  # vLLM tells the user the hits of an admission without one before it
+                request.num_preemptions -= 1  # vLLM shows the user the hits of an admission without one before it
         for request in [scheduler.requests[name] for name in names]:
             request.num_computed_tokens = 0
             if request.status.name == LOADS:

@@ -17,11 +17,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 COUNTS_HELD_BLOCKS = any(
     item.name == "num_common_prefix_blocks" and item.default_factory is MISSING for item in fields(SchedulerOutput)
 )
-"""Whether vLLM takes a block that is used as often as there are running requests for one that all of them share: up to
+"""True if vLLM takes a block that is used as often as there are running requests for one that all of them share: up to
 0.31. A block held through a context counts one use more (H94); this affects only cascade attention."""
 
 TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
-"""Whether vLLM tells a worker's connector that KV memory goes away, and when it is there again: from 0.33 on."""
+"""True if vLLM tells a worker's connector that KV memory goes away, and when it is there again: from 0.33 on."""
 
 
 def transfer_results(arrived: set[str], failed: set[str]) -> Any:
@@ -63,7 +63,7 @@ def live_block_ids(manager: Any, request_id: str) -> Sequence[int]:
 
 
 def is_free(block: Any) -> bool:
-    """Whether a block of the pool is in the free queue."""
+    """True if a block of the pool is in the free queue."""
     return bool(block.ref_cnt == 0 and not block.is_null)
 
 
@@ -74,7 +74,8 @@ def next_free(pool: Any, after: Any) -> Any:
 
 def evict_first_of_all(pool: Any, blocks: Iterable[Any]) -> None:
     """Move free blocks to the head of the queue, in this order."""
-    queue, moved = pool.free_block_queue, list(blocks)
+    queue = pool.free_block_queue
+    moved = list(blocks)
     for block in moved:
         queue.remove(block)
     queue.prepend_n(moved)

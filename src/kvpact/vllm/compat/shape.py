@@ -1,4 +1,4 @@
-"""Whether a release of vLLM that nobody has tested has what kvpact uses of it.
+"""Examination of an untested release of vLLM: does it have all that kvpact uses of it?
 
 Names and signatures are inspected, never what the code behind them does: an unknown release stays one that nobody has
 tested. Imports nothing of vLLM by itself.
@@ -26,15 +26,15 @@ class Missing:
     what: str
     """Such as "Request.cache_salt"."""
     without: str
-    """What does not work, then; empty: nothing would."""
+    """The ability that is lost then; empty: kvpact would not work at all."""
 
 
 def what_is_missing(
     vllm_config: Any, kv_cache_config: Any, connector: type | None = None, uses: Sequence[Use] = USES
 ) -> list[Missing]:
-    """What an engine of this configuration uses and does not have. `connector` is the class with the hooks.
+    """Names that an engine of this configuration uses and does not have. `connector` is the class with the hooks.
 
-    Without `kv_cache_config`, which comes after the weights, what only some KV cache groups use is not looked at.
+    Without `kv_cache_config`, which comes after the weights, what only some KV cache groups use is not examined.
     """
     found = [
         Missing(what, use.without.format(what))
@@ -82,7 +82,7 @@ def _concerns(use: Use, vllm_config: Any, kv_cache_config: Any) -> bool:
         return False
     try:
         return use.when(vllm_config, kv_cache_config)
-    except Exception:  # it cannot be told
+    except Exception:  # unknown
         return True
 
 
@@ -137,7 +137,7 @@ def _arguments(function: Any) -> tuple[list[None], dict[str, None]]:
 
 
 def _takes(function: Any, arguments: Sequence[None], named: dict[str, None]) -> bool:
-    """Whether it can be called with these arguments."""
+    """True if it can be called with these arguments."""
     if not callable(function):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What kvpact uses of vLLM, by name, and what it means if a release does not have it.
+"""Names of vLLM that kvpact uses, and the ability that is lost if a release does not have them.
 
 Owns the table; `kvpact.vllm.compat.shape` looks at a release with it. Imports nothing of vLLM by itself.
 """
@@ -14,7 +14,7 @@ from kvpact.vllm.compat.configuration import ranks_with_same_kv, runs_encoder_wi
 from kvpact.vllm.compat.platforms import KVPACT_WORKER
 
 When = Callable[[Any, Any], bool]
-"""Whether a configuration (`VllmConfig`, `KVCacheConfig`) uses something."""
+"""True if a configuration (`VllmConfig`, `KVCacheConfig`) uses something."""
 
 
 def _always(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -63,7 +63,7 @@ def _has_several_engines(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What kvpact uses of one class, or of one module."""
+    """Names that kvpact uses of one class, or of one module."""
 
     place: str
     """`module:Class`, or `module:` for the module itself."""
@@ -71,11 +71,11 @@ class Use:
     """Members, separated by spaces; `a|b` means one of the two, `a(2)` a method called with two arguments."""
     _: KW_ONLY
     without: str = ""
-    """What does not work without them; empty: nothing would, or wrongly."""
+    """The ability that is lost without them; empty: kvpact would not work, or wrongly."""
     when: When = _always
-    """Which engines use it."""
+    """Condition for an engine to use them."""
     in_workers: bool = False
-    """Whether to look at it only where the module is imported already."""
+    """True if to look at it only where the module is imported already."""
     is_hook: bool = False
     """vLLM calls the methods on the connector, which has to accept the arguments of the base class."""
 

@@ -1,6 +1,6 @@
-"""What a `PactTier` counts, in the statistics of vLLM's offloading: kvpact's own metrics, under their own names.
+"""Counts of a `PactTier` in the statistics of vLLM's offloading: kvpact's own metrics, under their own names.
 
-Owns which of them a tier has here, and that each is told as often as it changes, once a second at most.
+Owns the choice of metrics; each is reported when it changes, once a second at most.
 """
 
 from __future__ import annotations
@@ -43,25 +43,31 @@ def metric_definitions() -> dict[str, Any]:
 
 
 class TierStats:
-    """The counts of one tier since they were told last."""
+    """Counts of one tier since the last report."""
 
     def __init__(self, metrics: Metrics, client: TierClient, row_bytes: int) -> None:
-        self._metrics, self._client, self._row_bytes = metrics, client, row_bytes
-        self._due_at, self._last = 0.0, dict[str, float]()
+        self._metrics = metrics
+        self._client = client
+        self._row_bytes = row_bytes
+        self._due_at = 0.0
+        self._last = dict[str, float]()
         metrics.use_tiers((client.name,))
 
     def changes(self, now: float) -> OffloadingConnectorStats | None:
-        """What has changed since the last call; None if it is not due yet."""
+        """Counts that changed since the last call; None if it is not due yet."""
         if now < self._due_at:
             return None
         self._due_at = now + INTERVAL_SECONDS
         observe_tier(self._metrics, self._client, self._row_bytes)
-        label, shot, stats = self._client.name, self._metrics.snapshot(), OffloadingConnectorStats()
+        label = self._client.name
+        shot = self._metrics.snapshot()
+        stats = OffloadingConnectorStats()
         for metric in TOLD:
             name = series(metric.name, label)
             if name not in shot or shot[name] == self._last.get(name, None if metric.when_known else 0):
                 continue
-            value, full = shot[name], f"{PREFIX}{metric.name}"
+            value = shot[name]
+            full = f"{PREFIX}{metric.name}"
             if metric.kind == "gauge":
                 stats.set_gauge(full, value, (label,))
             else:

@@ -1,4 +1,4 @@
-"""What a `PactTier` is told, and whose blocks it holds: its settings, checked, and its namespace.
+"""Settings of a `PactTier`, checked, and the namespace of its blocks.
 
 Owns what of kvpact's configuration counts here, and what two engines must have in common to share a chunk.
 """
@@ -20,7 +20,7 @@ from kvpact.vllm.quantization import quantization
 from kvpact.vllm.worker_identity import machine
 
 FORMAT: Final = "1"
-"""Version of what a chunk's row holds; it rises when the meaning of its bytes changes."""
+"""Version of the layout of a chunk's row; it rises when the meaning of its bytes changes."""
 
 COUNTED: Final = frozenset(
     {
@@ -44,25 +44,26 @@ BY_NAME: Final = "by-name"
 
 
 class Beside(NamedTuple):
-    """What a tier is told that kvpact's configuration does not have."""
+    """Settings of a tier that kvpact's configuration does not have."""
 
     adapters: str | None = None
     """`BY_NAME`, or None: an engine with LoRA is refused."""
     locality: str | None = None
-    """What KV events and filters of requests call the tier; None: by its kind."""
+    """The tier's name in KV events and filters of requests; None: that of its kind."""
     events: bool = False
-    """Whether it tells of what it stores, if the engine's KV events are on."""
+    """True if it reports stored blocks, where the engine's KV events are on."""
 
 
 def tier_settings(given: Mapping[str, Any]) -> tuple[Beside, KvpactConfig]:
-    """What one tier is told, and its configuration with exactly one URL; the rest is of kvpact's other sources.
+    """The settings of one tier, and its configuration with exactly one URL; the rest is of kvpact's other sources.
 
     Without `url` it is tier `number` of those sources, so that no secret need stand on vLLM's command line.
 
     Raises ConfigError.
     """
     given = dict(given)
-    url, number = given.pop("url", None), given.pop("number", 0)
+    url = given.pop("url", None)
+    number = given.pop("number", 0)
     beside = Beside(
         given.pop("adapters", None), given.pop("locality", None), bool(given.pop("enable_kv_events", False))
     )
@@ -86,7 +87,7 @@ def tier_settings(given: Mapping[str, Any]) -> tuple[Beside, KvpactConfig]:
 
 
 def engine_of(spec: Any) -> Any:
-    """The engine's `VllmConfig`, which vLLM does not give its specs; kvpact's plug-in keeps it with theirs.
+    """The engine's `VllmConfig`. vLLM does not give it to its specs; kvpact's plug-in keeps it with theirs.
 
     Raises ConfigError where the plug-in did not run.
     """
@@ -99,7 +100,7 @@ def engine_of(spec: Any) -> Any:
 
 
 def refuse_unnameable(vllm_config: Any, adapters: str | None) -> None:
-    """Raise ConfigError for an engine whose chunks cannot be told from those of another."""
+    """Raise ConfigError for an engine whose chunks cannot be distinguished from those of another."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in SHARED_HASHES:
         raise ConfigError(
@@ -120,7 +121,8 @@ def offload_namespace(vllm_config: Any, spec: Any, row_bytes: int) -> Namespace:
     """
     import vllm
 
-    config, model = spec.config, vllm_config.model_config
+    config = spec.config
+    model = vllm_config.model_config
     parallel = config.parallel
     sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
     groups = [[group.group_id, group.tokens_per_block, *group.layer_names] for group in config.groups]

@@ -14,23 +14,23 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class PactTieringManager(TieringOffloadingManager):
-    """vLLM's manager, which knows which requests were there at a reset: part of their blocks is of other weights."""
+    """vLLM's manager, with the requests that were there at a reset: part of their blocks is of other weights."""
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
         self._outdated: set[str] = set()
 
     def reset_cache(self) -> None:
-        """Reset; nothing of a request that goes on is stored in host memory or below any more (H38)."""
+        """Reset; blocks of requests in flight are not stored any more, in host memory or below (H38)."""
         self._outdated.update(name for name, state in self._req_state.items() if not state.is_finished)
         super().reset_cache()
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
-        """See `OffloadingManager`."""
+        """Store nothing of a request from before a reset."""
         return None if req_context.req_id in self._outdated else super().prepare_store(keys, req_context)
 
     def on_request_finished(self, req_context: Any, **named: Any) -> None:
-        """See `OffloadingManager`."""
+        """Forget the request."""
         self._outdated.discard(req_context.req_id)
         super().on_request_finished(req_context, **named)
 

@@ -36,11 +36,11 @@ KEY_CONTEXT: Final = "kvpact 2026-11 vLLM offload key"
 ANSWERS: Final = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 SAY_SECONDS: Final = 10.0
-"""A reset that waits for longer says what it waits for."""
+"""Seconds; a reset that waits for longer logs the reason."""
 
 
 class PactTier(SecondaryTierManager):
-    """One tier URL, of every kind; `kvpact.vllm.offload.settings` has what it may be told besides.
+    """One tier URL, of every kind; `kvpact.vllm.offload.settings` has its other settings.
 
     A reset begins a new epoch: nothing from before is found any more, and what a request that lives over it computes is
     not stored.
@@ -74,7 +74,7 @@ class PactTier(SecondaryTierManager):
         """When a request first asked."""
         self._metrics = Metrics()
         self._jobs: TierJobs | None = None
-        """None until the weights are told from others and the tier is open."""
+        """None until the weights are identified and the tier is open."""
         self._stats: TierStats | None = None
         self._refused: list[JobResult] = []
         self._late = LateTiers(
@@ -96,7 +96,8 @@ class PactTier(SecondaryTierManager):
         if opened is None:
             return
         for queue in opened.queues:
-            patience, clock = self._config.prepare_deadline, time.monotonic
+            patience = self._config.prepare_deadline
+            clock = time.monotonic
             rows = LentSlots(len(self._memory) // self.block_size_bytes)
             client = TierClient(queue, rows, timeout=patience, clock=clock, metrics=self._metrics)
             self._jobs = TierJobs(
@@ -114,7 +115,7 @@ class PactTier(SecondaryTierManager):
     # Requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """See `SecondaryTierManager`, also for the other methods."""
+        """Begin a request (as in the other methods: `SecondaryTierManager`)."""
         self._live.add(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -145,8 +146,10 @@ class PactTier(SecondaryTierManager):
             self._refuse(job_metadata)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Nothing of a request from before a reset is stored, and nothing in a shared tier that nobody else can use."""
-        jobs, context, epoch = self._jobs, job_metadata.req_context, self._epochs.current
+        """Store no blocks of a request from before a reset, and in a shared tier none that other engines cannot use."""
+        jobs = self._jobs
+        context = job_metadata.req_context
+        epoch = self._epochs.current
         if (
             jobs is None
             or context.req_id in self._outdated
@@ -167,7 +170,8 @@ class PactTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._use(self._late.poll())
-        results, self._refused = self._refused, []
+        results = self._refused
+        self._refused = []
         return results + (self._jobs.poll(time.monotonic()) if self._jobs is not None else [])
 
     def has_pending_work(self) -> bool:
@@ -178,7 +182,7 @@ class PactTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Begin a new epoch, and wait until nothing of ours touches host memory: vLLM is about to reset its cache.
 
-        What has not begun is given up. A write that has begun is waited for, as long as its store lets it hang.
+        Writes that have not begun are cancelled. Those that have begun are waited for, as long as their store blocks.
         """
         self._epochs.reset()
         self._outdated |= self._live
@@ -196,18 +200,20 @@ class PactTier(SecondaryTierManager):
             time.sleep(0.0005)
 
     def shutdown(self) -> None:
-        """Write what is queued, at most `shutdown_timeout` seconds, and close the tier.
+        """Flush the queue within `shutdown_timeout` seconds, and close the tier.
 
         Raises TierError if it still uses host memory: vLLM then keeps that.
         """
         self._late.close()
-        jobs, self._jobs, self._stats = self._jobs, None, None
+        jobs = self._jobs
+        self._jobs = None
+        self._stats = None
         if jobs is not None and not jobs.close(self._config.shutdown_timeout):
             raise TierError(f"{self._config.tiers[0]} did not end within {self._config.shutdown_timeout:g} s")
         del jobs
         self._memory.release()
 
-    # Telling
+    # Reports
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = self._events or []

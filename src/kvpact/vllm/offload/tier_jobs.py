@@ -40,16 +40,16 @@ class _Load:
     buffers: list[memoryview]
     deadline: float
     each: Sequence[bool] = ()
-    """Which blocks have arrived in full."""
+    """True for each block that has arrived in full."""
     is_given_up: bool = False
 
     @property
     def is_direct(self) -> bool:
-        """Whether the tier's thread writes to vLLM's rows."""
+        """True if the tier's thread writes to vLLM's rows."""
         return self.buffers is self.rows
 
     def copy(self) -> None:
-        """Put what has arrived into vLLM's rows."""
+        """Copy the blocks that have arrived into vLLM's rows."""
         for row, buffer, arrived in zip(self.rows, self.buffers, self.each, strict=True):
             if arrived:
                 row[:] = buffer
@@ -68,9 +68,9 @@ class _Store:
 
 
 class TierJobs:
-    """One tier's. `stored` is told of the keys of each write that has ended, as vLLM names them.
+    """Jobs of one tier. `stored` gets the keys of each write that has ended, as vLLM names them.
 
-    A store that others write to is read into memory of our own, so that a read that hangs holds up no request: at its
+    A store that others write to is read into memory of our own, so that a blocked read holds up no request: at its
     deadline it is over, with what has arrived in a row. A direct read is asked to end then, and waited for.
     """
 
@@ -85,8 +85,11 @@ class TierJobs:
     ) -> None:
         """`memory` is vLLM's, of rows of `row_bytes`; a request waits for at most `patience` seconds."""
         self.client = client
-        self._memory, self._row_bytes, self._patience = memory, row_bytes, patience
-        self._metrics, self._stored = metrics, stored
+        self._memory = memory
+        self._row_bytes = row_bytes
+        self._patience = patience
+        self._metrics = metrics
+        self._stored = stored
         self._at_once = AT_ONCE
         self._answers = _Answers(max(MIN_KNOWN, KNOWN_SHARE * (len(memory) // row_bytes)))
         self._loads: dict[Any, _Load] = {}
@@ -98,19 +101,20 @@ class TierJobs:
 
     @property
     def pending(self) -> bool:
-        """Whether something has not ended or was not reported."""
+        """True if any job has not ended or was not reported."""
         return bool(self.uses_memory or self._results or self._answers.pending)
 
     @property
     def uses_memory(self) -> bool:
-        """Whether a row of vLLM's may still be read or written."""
+        """True if a row of vLLM's may still be read or written."""
         return bool(self._loads or self._copies or self._stores)
 
     # Questions
 
     def holds(self, name: BlockKey, since: float, now: float) -> bool | None:
-        """Whether a block can be loaded, for a request that waits `since` then; None while the store is asked."""
-        client, answers = self.client, self._answers
+        """True if a block can be loaded, for a request that waits `since` then; None while the store is asked."""
+        client = self.client
+        answers = self._answers
         if answers.refuted.added_since(name, now - REFUTED_SECONDS):
             return False
         believed_since = now - ASK_AGAIN_SECONDS if client.shared else since
@@ -129,7 +133,8 @@ class TierJobs:
 
     def begin(self, now: float) -> None:
         """The step ends: ask in one go for all that it wanted, and let the tier's threads begin."""
-        client, answers = self.client, self._answers
+        client = self.client
+        answers = self._answers
         self._at_once = AT_ONCE
         if names := answers.next_question():
             op_id = ("lookup", names[0], now)
@@ -154,7 +159,7 @@ class TierJobs:
             self._report_load(load, now)
 
     def store(self, job: Any, names: list[BlockKey], depths: Sequence[int], epoch: Epoch, now: float) -> None:
-        """Write the job's rows; what is beyond `write_queue` is dropped, so that a sick store pins no host memory."""
+        """Write the job's rows; rows beyond `write_queue` are dropped, so that a slow store pins no host memory."""
         buffers = [[row] for row in self._rows(job)]
         store = _Store(job, names)
         most = self.client.executor.most_per_write(self._row_bytes)
@@ -187,7 +192,8 @@ class TierJobs:
         for copied in [copied for copied in self._copies if copied[0].done()]:
             self._copies.remove(copied)
             self._report_load(copied[1], now)
-        results, self._results = self._results, []
+        results = self._results
+        self._results = []
         return results
 
     def give_up(self, now: float) -> None:
@@ -198,7 +204,7 @@ class TierJobs:
             self.client.executor.cancel(op_id)
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued within `timeout` seconds, and close the tier; whether nothing uses memory any more."""
+        """Flush the queue within `timeout` seconds, and close the tier; returns True if no job uses memory any more."""
         is_over = self.client.close(timeout)
         self._copier.shutdown()
         return is_over
@@ -251,11 +257,11 @@ class TierJobs:
 
 @dataclass(eq=False)
 class _Answers:
-    """What the tier has said of blocks, at most the `most` newest of each kind, and what it is asked."""
+    """The tier's answers about blocks, at most the `most` newest of each kind, and its open questions."""
 
     most: int
     wanted: dict[BlockKey, None] = field(default_factory=dict)
-    """What the running step waits for, in its order."""
+    """Blocks that the running step waits for, in its order."""
     asking: dict[Any, list[BlockKey]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -263,14 +269,16 @@ class _Answers:
 
     def forget_all(self) -> None:
         """The tier is another one now."""
-        self.held, self.absent, self.refuted = LRUKeySet(self.most), LRUKeySet(self.most), LRUKeySet(self.most)
+        self.held = LRUKeySet(self.most)
+        self.absent = LRUKeySet(self.most)
+        self.refuted = LRUKeySet(self.most)
 
     @property
     def pending(self) -> bool:
         return bool(self.wanted or self.asking)
 
     def next_question(self) -> list[BlockKey]:
-        """What is wanted and not asked yet."""
+        """Blocks that are wanted and not asked for yet."""
         under_way = {name for names in self.asking.values() for name in names}
         names = [name for name in self.wanted if name not in under_way]
         self.wanted.clear()
@@ -287,7 +295,7 @@ class _Answers:
         self.refuted.add(names, now)
 
     def forget(self, names: Sequence[BlockKey]) -> None:
-        """What was stored is there now, whatever was said before."""
+        """Forget earlier negative lookups for blocks just stored."""
         self.absent.discard(names)
         self.refuted.discard(names)
 
