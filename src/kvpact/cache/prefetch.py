@@ -141,7 +141,7 @@ class Prefetcher:
         if not client.may_read or (client.shared and (lookup is None or client not in lookup.hits)):
             return NOTHING
         if client.shared and lookup is not None:
-            count = partial(client.readable, held=lookup.hits[client])
+            count = partial(_found, client, lookup.hits[client])
             return Has(
                 partial(contents.without_refuted, count, now), known_by(lookup.loose.get(client, {}).get, unknown)
             )
@@ -281,3 +281,8 @@ class Prefetcher:
         for slot in self._filling:
             if self.index.state(slot) not in (State.RESERVED, State.CANCELLED):
                 raise PactViolation(f"slot {slot} is being filled from a tier and {self.index.state(slot).name}")
+
+
+def _found(client: TierClient, hits: int, keys: Sequence[BlockKey]) -> int:
+    """The number of the first of `keys` that a tier can supply which was found to have `hits` of the request's."""
+    return client.readable(keys, min(hits, len(keys)))
