@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvpact.cache.idle_steps import LONGEST_STEP_SECONDS, VAIN_SECONDS
-from kvpact.cache.writeback import MAX_UNWRITTEN, Offer
+from kvpact.cache.needs.runs import Run, linked
+from kvpact.cache.writeback import MAX_UNWRITTEN
 from kvpact.contract import WorkerReport
 from kvpact.metrics import MissReason, series
 from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
@@ -142,12 +143,12 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
     scene = SteppedScene(tmp_path)
     scene.cache.budget.limit = 0.0
     for _ in range(3):
-        scene.cache.writeback.note_saved(Offer(()))
+        scene.cache.writeback.note_saved(linked(()))
     scene.cache.end_step()
     scene.cache.end_step()
     assert scene.cache.writeback.waiting == 2
     for _ in range(4 * MAX_UNWRITTEN):
-        scene.cache.writeback.note_saved(Offer(()))
+        scene.cache.writeback.note_saved(linked(()))
     scene.cache.end_step()
     scene.cache.end_step()
     assert scene.cache.writeback.waiting == MAX_UNWRITTEN, "however late steps are, only so many wait (P12)"
@@ -159,12 +160,12 @@ def test_a_late_step_offers_tiers_one_chain_only(tmp_path: Path) -> None:
 def test_h13_a_chain_that_cannot_be_offered_is_not_offered_in_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(offer: Offer) -> None:
+    def fails(run: Run) -> None:
         raise RuntimeError("a tier's client is broken")
 
     writeback = SteppedScene(tmp_path).cache.writeback
     monkeypatch.setattr(writeback, "offer", fails)
-    writeback.note_saved(Offer(()))
+    writeback.note_saved(linked(()))
     with pytest.raises(RuntimeError):
         writeback.offer_some()
     assert not writeback.waiting

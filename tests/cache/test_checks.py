@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvpact.cache.jobs import GroupBlocks, OffloadRun, PactPlan, TransferJobs
+from kvpact.cache.jobs import PactPlan, TransferJobs
+from kvpact.cache.needs.owed import Owed
+from kvpact.cache.needs.runs import Run
 from kvpact.errors import PactViolation
 from kvpact.index.block_index import BlockIndex, SlotState
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
@@ -21,8 +23,8 @@ def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
     jobs, index = TransferJobs(1, 1.0), BlockIndex(4)
     reservation = index.reserve([KEY], 0, 1)
     assert reservation is not None
-    run = OffloadRun("r", 0, 0, [KEY], [0], [KEY], (5,))
-    jobs.order_save(run, reservation.slots, index.pin(KEY), 0.0)
+    run = Run(0, 0, [KEY], [KEY], [0], slots=reservation.slots, block_ids=(5,))
+    jobs.order_save(Owed("r", run), index.pin(KEY), 0.0)
     jobs.check()
     jobs.saves[7] = jobs.saves.pop(1)
     with pytest.raises(PactViolation, match="job 7"):
@@ -32,7 +34,7 @@ def test_a_job_kept_under_a_number_that_it_does_not_have() -> None:
 def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
     jobs, plan = TransferJobs(1, 9.0), cast("Any", SimpleNamespace(request_id="r", deadline=1.0))
     jobs.bind(SceneBlocks())
-    jobs.order_load(plan, [(GroupBlocks(0, 0, [KEY], [0]), (5,))], [KEY], 0.0, synchronous=True)
+    jobs.order_load(plan, [Run(0, 0, [KEY], [KEY], [0], slots=[0], block_ids=[5])], 0.0, synchronous=True)
     late = [(jobs.end_step(now).overdue, jobs.is_stuck) for now in (0.0, 1.5)]
     assert late == [((), False), ((1,), True)]
     jobs.check()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpact.cache.offload import CATCH_UP_STEPS
+from kvpact.cache.put_off import CATCH_UP_STEPS
 from kvpact.contract import JobOutcome, SaveJob, StepWork, WorkerReport
 from kvpact.identity.keys import MediaSpan, RequestIdentity
 from kvpact.index.block_index import BlockIndex
@@ -23,7 +23,7 @@ LENGTH = 6 * PIECE * BLOCK_SIZE + 1
 def in_pieces(slots: int = 64, **settings: Any) -> Scene:
     """A scene whose cache orders saves of four blocks a step."""
     scene = Scene(slots, **settings)
-    scene.cache.saves.piece_blocks = PIECE
+    scene.cache.saves.put_off.piece_blocks = PIECE
     scene.cache.end_step()
     return scene
 

@@ -13,7 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvpact.cache.jobs import GroupBlocks, LoadState, OffloadRun, PactPlan, SaveState, TransferJobs
+from kvpact.cache.jobs import LoadState, PactPlan, SaveState, TransferJobs
+from kvpact.cache.needs.owed import Owed
+from kvpact.cache.needs.runs import Run
 from kvpact.contract import JobOutcome, WorkerReport
 from kvpact.index.block_index import Pin
 from kvpact.ranges import BlockRange, RangeSet
@@ -76,29 +78,31 @@ def piece(chance: Random, blocks: BlockRange, failures: float) -> JobOutcome:
 
 def play(seed: int) -> tuple[int, int]:
     """One load or save of several groups, until all ranks have spoken; returns how many blocks arrived and did not."""
-    chance, jobs = Random(seed), TransferJobs(RANKS, 1.0, chain=CHAIN)
+    chance, jobs = Random(seed), TransferJobs(RANKS, 1.0)
     match = BlockRange(chance.randrange(3), chance.randint(1, 6))
     extents = [
         match if group == CHAIN else BlockRange(chance.randrange(4), chance.randint(1, 4)) for group in range(GROUPS)
     ]
     runs = [
-        GroupBlocks(group, blocks.start, [b"%d of %d" % (block, group) for block in blocks], tuple(blocks))
+        Run(
+            group,
+            blocks.start,
+            [b"%d of %d" % (block, group) for block in blocks],
+            (),
+            tuple(blocks),
+            is_linked=group == CHAIN,
+            slots=tuple(blocks),
+            block_ids=tuple(blocks),
+        )
         for group, blocks in enumerate(extents)
         if group == CHAIN or chance.random() < 0.8
     ]
     tasks: list[LoadState | SaveState]
     if loads := chance.random() < 0.5:
-        placed = [(run, tuple(run.slots)) for run in runs]
         plan = cast(PactPlan, Pact(match))
-        tasks = [jobs.order_load(plan, placed, runs[0].keys, 0.0, synchronous=False)]
+        tasks = [jobs.order_load(plan, runs, 0.0, synchronous=False)]
     else:
-        tasks = [
-            jobs.order_save(
-                OffloadRun("r", run.group, run.start, run.keys, run.slots, run.keys, tuple(run.slots)),
-                tuple(run.slots), Pin(run.keys[-1], 0), 0.0,
-            )
-            for run in runs
-        ]  # fmt: skip
+        tasks = [jobs.order_save(Owed("r", run), Pin(run.keys[-1], 0), 0.0) for run in runs]
     parts: list[Any] = [part for task in tasks for part in task.parts]
     models = {part.job.job_id: Model(part.job.blocks) for part in parts}
     silent, failures, ended = chance.randrange(RANKS), chance.choice((0.0, 0.1, 0.5)), set[int]()
@@ -131,8 +135,8 @@ def play(seed: int) -> tuple[int, int]:
             done = task.tally.saved().done
             assert set(done.blocks()) == models[task.job.job_id].saved
         else:
-            beside = any(models[part.job.job_id].lost for part in task.parts if not part.is_chain)
-            of_chain = {block for part in task.parts if part.is_chain for block in models[part.job.job_id].lost}
+            beside = any(models[part.job.job_id].lost for part in task.parts if not part.run.is_linked)
+            of_chain = {block for part in task.parts if part.run.is_linked for block in models[part.job.job_id].lost}
             done = task.outcome().done
             assert set(done.blocks()) == set(match) - (set(match) if beside else of_chain)
             assert done.union(task.outcome().failed) == RangeSet.of(match)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,9 +11,11 @@ from hypothesis import strategies as st
 from pact import pact_engine
 
 from kvpact.cache.cache import PactCache
-from kvpact.cache.groups import RequestGroups
-from kvpact.cache.jobs import OffloadRun, TransferJobs
+from kvpact.cache.jobs import TransferJobs
 from kvpact.cache.lazy_offload import SAVES_PER_STEP, VIEWS_PER_STEP, LazyOffload
+from kvpact.cache.needs.engine_groups import EngineGroups
+from kvpact.cache.needs.owed import Owed
+from kvpact.cache.needs.runs import Run
 from kvpact.contract import KVCacheBlockView
 from kvpact.errors import NAME_CHARS
 from kvpact.identity.groups import one_group
@@ -135,10 +136,10 @@ def test_h57_the_memo_is_bounded_by_the_engines_blocks(mode: str) -> None:
 def test_h30_a_block_that_is_not_full_is_not_saved(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts end inside a block, and outputs fill it or do not: only whole blocks are ever named."""
     engine = lazy_engine(num_blocks=32, quirks=EngineQuirks.presets()[mode])
-    named: list[OffloadRun] = []
+    named: list[Owed] = []
     due = memo_of(engine).due
 
-    def noted(taken: int) -> Iterator[OffloadRun]:
+    def noted(taken: int) -> Iterator[Owed]:
         for chain in due(taken):
             named.append(chain)
             yield chain
@@ -151,7 +152,7 @@ def test_h30_a_block_that_is_not_full_is_not_saved(mode: str, monkeypatch: pytes
     assert named
     for chain in named:
         full = (len(prompts[chain.request_id]) + outputs[chain.request_id] - 1) // BLOCK
-        assert chain.start + len(chain.keys) <= full
+        assert chain.run.start + len(chain.run.keys) <= full
     engine.check_nothing_held()
 
 
@@ -163,8 +164,9 @@ def test_what_was_computed_from_a_failed_load_is_not_saved() -> None:
     assert slots is not None
     for request, start in (("loader", 0), ("lazy", 2), ("other", 0)):
         mine = keys if request != "other" else [keys[0], b"else".ljust(32), keys[2]]
-        run = OffloadRun(request, 0, start, mine[start:], range(start, 3), mine, (5, 6, 7)[start:])
-        copies.order_save(run, slots.slots[start:], index.pin(keys[0]), 0.0)
+        ids = (5, 6, 7)[start:]
+        run = Run(0, start, mine[start:], mine, range(start, 3), slots=slots.slots[start:], block_ids=ids)
+        copies.order_save(Owed(request, run), index.pin(keys[0]), 0.0)
     copies.invalidate("loader", keys[1], 1)
     assert {save.job.request_id: save.garbage_from == 1 for save in copies.saves.values()} == {
         "loader": True,
@@ -288,9 +290,9 @@ class Scene:
         self.queue = Queue(num_blocks)
         self.index = BlockIndex(num_slots)
         self.tags = BlockTags()
-        groups = RequestGroups(one_group(BLOCK), self.index)
+        groups = EngineGroups(one_group(BLOCK))
         self.lazy = LazyOffload(self.queue, self.index, groups, self.tags, window)
-        self.saving: list[tuple[OffloadRun, Sequence[int]]] = []
+        self.saving: list[tuple[Owed, Sequence[int]]] = []
         self.numbers = 0
         self.lost = 0
         self.refuses = ""
@@ -309,9 +311,9 @@ class Scene:
             self.numbers += 1
             keys.append((b"key%d" % self.numbers).ljust(32))
             self.queue.content[block] = keys[-1].replace(b"key", b"hash")
-        run = OffloadRun(f"r{self.numbers}", 0, 0, keys, range(len(keys)), keys, tuple(taken))
+        run = Run(0, 0, keys, keys, range(len(keys)), block_ids=tuple(taken))
         self.tags.fill(taken, TAG)
-        self.lazy.note(run, TAG)
+        self.lazy.note(f"r{self.numbers}", run, TAG)
         self.queue.free += taken[::-1]
         self.lazy.request_finished(f"r{self.numbers}")
 
@@ -319,7 +321,8 @@ class Scene:
         """One step: what is due is held; what it says must be true."""
         views, walked = self.queue.views, self.queue.walked
         blocks = 0
-        for chain in self.lazy.due(taken):
+        for owed in self.lazy.due(taken):
+            chain = owed.run
             assert len(chain.chain) == chain.start + len(chain.block_ids)
             for key, parent in zip(chain.chain, [ROOT, *chain.chain], strict=False):
                 if key in self.index:
@@ -328,15 +331,16 @@ class Scene:
                 assert self.queue.content[block] == key.replace(b"key", b"hash"), "the block holds something else"
             needed = chain.chain[chain.start - 1] if chain.start else ROOT
             room = min(len(chain.keys), self.index.reservable(needed, len(chain.keys)))
-            room = 0 if chain.request_id == self.refuses else room
+            room = 0 if owed.request_id == self.refuses else room
             self.dropped += len(chain.keys) - room
             if not room:
                 continue
             reservation = self.index.reserve(chain.chain, chain.start, chain.start + room)
             assert reservation is not None
-            chain = replace(chain, keys=chain.keys[:room], block_ids=chain.block_ids[:room])
+            owed = owed.part(room)
+            chain = owed.run
             self.queue.free = [block for block in self.queue.free if block not in chain.block_ids]
-            self.saving.append((chain, reservation.slots))
+            self.saving.append((owed, reservation.slots))
             self.lazy.saving(len(chain.block_ids))
             blocks += len(chain.block_ids)
         assert blocks <= SAVES_PER_STEP
@@ -352,12 +356,11 @@ class Scene:
 
     def end_saves(self) -> None:
         """The copies are done."""
-        for chain, slots in self.saving:
+        for owed, slots in self.saving:
             self.index.complete(slots)
-            first = [block for block in reversed(chain.block_ids) if block in chain.leaving]
-            last = [block for block in reversed(chain.block_ids) if block not in chain.leaving]
+            last, first = owed.in_turn
             self.queue.free = [*first, *self.queue.free, *last]
-            self.lazy.saved(len(chain.block_ids))
+            self.lazy.saved(len(owed.run.block_ids))
         self.saving.clear()
 
     def settle(self) -> None:

@@ -13,19 +13,22 @@ from typing import NamedTuple
 
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.finder import Finder
-from kvpact.cache.groups import RequestGroups, index_of, number_of
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.jobs import PactLedger, TransferJobs
 from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
+from kvpact.cache.memory import Memory, index_of, number_of
+from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.offload import Offloader
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.prepare import Planner
 from kvpact.cache.records import Records
 from kvpact.cache.request import Requests, RequestState
+from kvpact.cache.saves import Saves
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
+from kvpact.cache.waiting import Queue
 from kvpact.cache.writeback import WriteBack
 from kvpact.config import KvpactConfig
 from kvpact.contract import (
@@ -78,41 +81,45 @@ class PactCache(ExternalCache):
     ) -> None:
         """Without a `budget` no step is late. With several groups the engine must offer a whole `SchedulerContext`."""
         namespace, groups, classes, copies_per_block = engine
-        block_size = groups.block_size
         self.metrics = metrics = metrics or Metrics()
         metrics.set("tier_up", 1, MEMORY)
         self.budget = budget = budget or StepBudget(inf)
         self.index = index = index_of(arena, groups, classes)
-        self._config, self._block_size, self._arena, self._clock = config, block_size, arena, clock
+        self._config = config
+        self._block_size = groups.block_size
+        self._arena = arena
+        self._clock = clock
         self._idle_steps = IdleSteps(clock)
-        self._computing = self._loading = 0
-        """Tokens that the engine computes in the running step, and blocks that its commits load into."""
+        self._computing = 0
+        """Tokens that the engine computes in the running step."""
+        self._loading = 0
+        """Blocks that the running step's commits load into."""
         self._valued_tokens = 0
         """Used tokens whose prefill is counted as spared."""
         epochs = self._epochs = Epochs(config.weights_version)
-        tags, ranks = BlockTags(), arena.num_ranks
-        of_requests = RequestGroups(groups, index, classes, arena.class_bytes)
-        root, ahead = groups.chain_digest, groups.tokens_ahead
-        requests = self.requests = Requests(namespace, block_size, epochs, tags, self._renamed, root, ahead)
+        tags = BlockTags()
+        ranks = arena.num_ranks
+        records = Records(clock)
+        requests = self.requests = Requests(namespace, groups, epochs, tags, records, self._renamed)
         lifetime, anew = config.plan_lifetime, requests.may_wait_anew
-        records = requests.records = Records(clock)
         ledger = self.ledger = PactLedger(index.unpin, lifetime, kept_waiting=anew, note_ended=records.note_ended)
-        limits = config.sync_load_budget, arena.rank_slot_bytes, copies_per_block
-        load_budget = self._load_budget = LoadBudget(*limits)
-        jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index), groups.chain)
+        load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes, copies_per_block)
+        jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
         timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, budget, timeout, shares)
-        reads = self._prefetcher = Prefetcher(below, index, ledger)
+        memory = Memory(index, ledger)
+        engine_groups = EngineGroups(groups, classes, arena.class_bytes)
+        queue = self._queue = Queue(lambda: index.usable_slots, groups.block_size)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
         self._is_proven = arena.standing is Standing.PROVEN
-        writes = self.writeback = WriteBack(below, index, epochs, seen_once)
-        reads.note_became_held = writes.note_became_held
-        saves = self.saves = Offloader(config, of_requests, ledger, jobs, tags, writes)
+        writes = self.writeback = WriteBack(below, memory, epochs, seen_once)
+        reads = self._prefetcher = Prefetcher(below, memory, writes)
+        saves = self._saves = Saves(memory, engine_groups, jobs, tags, writes, queue)
+        self.saves = Offloader(config, saves)
         self._steps = StepLookups(requests, ledger, below, ranks)
-        finder = self._finder = Finder(config, of_requests, reads, epochs)
-        self._planner = Planner(config, ledger, of_requests, finder, jobs, load_budget)
-        saves.queue = self._planner.queue
-        self._loads = Loads(requests, ledger, of_requests, jobs, saves, load_budget)
+        finder = self._finder = Finder(config, engine_groups, reads, epochs)
+        self._planner = Planner(config, ledger, engine_groups, finder, jobs, load_budget, queue)
+        self._loads = Loads(requests, ledger, saves, load_budget, config.load_deadline)
         self._open(tiers)
 
     def _open(self, tiers: Sequence[TierExecutor]) -> None:
@@ -272,20 +279,20 @@ class PactCache(ExternalCache):
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
         self._finder.prefill.note_step(max(0, self._computing), now)
-        self.saves.order_put_off(now)
+        self.saves.put_off.order(now)
         if self.saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
         self.ledger.expire(now)
-        self._planner.queue.end_step()
+        self._queue.end_step()
         return self._jobs.end_step(now, self._steps.end_step())
 
     def abandon_step(self, num_ranks: int) -> None:
         """See `ExternalCache`."""
         self._steps.abandon_step()
         self._load_budget.end_step()
-        self._planner.queue.end_step()
+        self._queue.end_step()
         self.apply_report(self._jobs.abandon_step())
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
@@ -298,7 +305,7 @@ class PactCache(ExternalCache):
         settlements = [settled for load in loads if (settled := self._loads.end(load))]
         settlements += [self._loads.end_late(load) for load in self._jobs.give_up(self._clock())]
         for save in saves:
-            self.requests.records.note_saved(save.job.request_id, self.saves.settle(save))
+            self.requests.records.note_saved(save.job.request_id, self._saves.settle(save))
         if self.tiers.clients and not self.budget.is_late:
             self.writeback.offer_some()
         self._steps.end_saves(self._jobs.saves.__contains__)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from sys import maxsize
 
 from kvpact.cache.ledger import Ledger, Plan
+from kvpact.cache.needs.owed import Computed, Owed
+from kvpact.cache.needs.runs import Failure, Run
 from kvpact.contract import (
     BlockHolder,
     JobOutcome,
@@ -41,35 +43,19 @@ been reported by then, also if the engine schedules a step before it takes in th
 Slots = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """Blocks in a row of one KV cache group, in the group's numbering, and where memory has them."""
-
-    group: int
-    start: int
-    keys: Sequence[BlockKey]
-    slots: Sequence[int]
-
-
-Placed = tuple[GroupBlocks, tuple[int, ...]]
-"""Blocks in slots, each with the engine's block for it."""
-
-
-PactPlan = Plan[Pin, Sequence[GroupBlocks]]
+PactPlan = Plan[Pin, Sequence[Run]]
 """A plan with what it loads, one run or more a group: its pins keep the slots' content, even if entries are dropped."""
 
-PactLedger = Ledger[Pin, Sequence[GroupBlocks]]
+PactLedger = Ledger[Pin, Sequence[Run]]
 
 
 @dataclass(slots=True)
 class LoadPart:
-    """A job of a load, with the keys of its blocks and its reports."""
+    """A job of a load, with its blocks and its reports."""
 
     job: LoadJob
-    keys: Sequence[BlockKey]
+    run: Run
     tally: JobTally
-    is_chain: bool
-    """Whether its blocks are the match's own, so that one that fails costs those from it on; else it costs them all."""
 
 
 @dataclass(slots=True)
@@ -77,8 +63,6 @@ class LoadState:
     """A committed match on its way into the engine's blocks, in one or more jobs."""
 
     plan: PactPlan
-    keys: Sequence[BlockKey]
-    """The chain, up to the end of the match."""
     parts: list[LoadPart]
     ask_at: float
     recalled: bool = False
@@ -109,48 +93,18 @@ class LoadState:
 
     def outcome(self) -> JobOutcome:
         """What of the match arrived, in its blocks: the others are the hull of what failed on any rank."""
-        blocks = RangeSet.of(self.plan.committed_blocks)
+        blocks = self.plan.committed_blocks
         failed = NO_RANGES
         for part in self.parts:
-            lost = part.tally.loaded().failed
-            failed = failed.union(lost if part.is_chain or not lost.ranges else blocks)
-        return JobOutcome(blocks.difference(failed), failed)
+            failed = failed.union(part.run.lost(part.tally.loaded().failed, blocks))
+        return JobOutcome(RangeSet.of(blocks).difference(failed), failed)
 
-    def failed_keys(self) -> list[BlockKey]:
-        """The keys of the blocks that did not arrive, of those that are no part of the chain."""
-        return [
-            key
-            for part in self.parts
-            if not part.is_chain
-            for block, key in zip(part.job.blocks, part.keys, strict=True)
-            if block in part.tally.loaded().failed
-        ]
-
-    def chain_failed_from(self) -> int | None:
-        """The first of the chain's blocks that did not arrive, if any."""
-        failed = [hull.start for part in self.parts if part.is_chain and (hull := part.tally.loaded().failed.hull())]
-        return failed[0] if failed else None
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadRun:
-    """Blocks in a row of one KV cache group, to be saved from the engine's `block_ids`, from the group's `start` on.
-
-    `keys` names them, and `rows` has the number of the chain's block on which each hangs, or which it is; `chain`
-    begins with the chain's first block, and may go on after those. `leaving` are blocks that the engine evicts next;
-    they stay so after the save.
-    """
-
-    request_id: str
-    group: int
-    start: int
-    keys: Sequence[BlockKey]
-    rows: Sequence[int]
-    chain: Sequence[BlockKey]
-    block_ids: tuple[int, ...]
-    leaving: frozenset[int] = frozenset()
-    is_held: bool = False
-    """Whether the engine's blocks are held already."""
+    def failures(self) -> Iterator[Failure]:
+        """What blocks that did not arrive cost, by job."""
+        for part in self.parts:
+            failure = part.run.failure(part.tally.loaded().failed, self.plan.committed_blocks)
+            if failure is not None:
+                yield failure
 
 
 @dataclass(slots=True)
@@ -162,10 +116,8 @@ class SaveState:
     """
 
     job: SaveJob
-    run: OffloadRun
-    """The blocks that there was room for."""
-    slots: Slots | range
-    """The job's slots, as the index numbers them and they were reserved."""
+    owed: Owed
+    """The blocks that there was room for, with their slots as the index numbers them."""
     pin: Pin
     tally: JobTally
     ordered_at: float
@@ -174,6 +126,16 @@ class SaveState:
     garbage_from: int = maxsize
     holds: bool = True
     """Whether the engine's blocks are held for it."""
+
+    @property
+    def run(self) -> Run:
+        """The blocks that are saved."""
+        return self.owed.run
+
+    def good(self) -> list[bool]:
+        """Whether each block holds what its key says."""
+        done = self.tally.saved().done if self.trusted else NO_RANGES
+        return self.run.good(done, self.garbage_from)
 
     @property
     def parts(self) -> list[SaveState]:
@@ -186,19 +148,6 @@ class SaveState:
         return self.tally.complete
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows [start, end) of a chain whose save is put off, with the engine's blocks, which are held.
-
-    `chain` has those of the chain, none if it has no bytes, `hanging` the others: group, block, the engine's block.
-    """
-
-    start: int
-    end: int
-    chain: tuple[int, ...]
-    hanging: Sequence[tuple[int, int, int]] = ()
-
-
 @dataclass(slots=True)
 class PutOffSave:
     """Computed blocks whose save a later step orders, so that no step orders too many; the engine's blocks are held.
@@ -208,11 +157,8 @@ class PutOffSave:
 
     request_id: str
     names: BlockKeys
-    token_ids: Sequence[int]
-    """All of the request; `names` makes the keys of them."""
     tag: Tag
-    """With which the blocks were computed."""
-    pieces: deque[Piece]
+    pieces: deque[Computed]
     """In the order of the chain; each is held and saved by itself."""
     trusted: bool = True
     garbage_from: int = maxsize
@@ -265,8 +211,6 @@ class TransferJobs:
     timeout: float
     number: Callable[[int], int] | None = None
     """Tells the number by which workers know a slot; None if it is the index's."""
-    chain: int | None = 0
-    """The number of the chain group."""
     loads: dict[int, LoadState] = field(default_factory=dict, init=False)
     saves: dict[int, SaveState] = field(default_factory=dict, init=False)
     put_off: deque[PutOffSave] = field(default_factory=deque, init=False)
@@ -286,20 +230,18 @@ class TransferJobs:
         """Hold blocks through `context`."""
         self._context = context
 
-    def order_load(
-        self, plan: PactPlan, placed: Sequence[Placed], keys: Sequence[BlockKey], now: float, *, synchronous: bool
-    ) -> LoadState:
-        """With this step, copy blocks of a committed plan from their slots into the engine's; `keys` is the chain.
+    def order_load(self, plan: PactPlan, runs: Sequence[Run], now: float, *, synchronous: bool) -> LoadState:
+        """With this step, copy blocks of a committed plan from their slots into the engine's.
 
         The step waits for a `synchronous` load, whose blocks are held from now on: the engine may schedule the next
-        step, and reuse them, before it hears that the load failed. `placed` has at least one entry.
+        step, and reuse them, before it hears that the load failed. There is one run at least.
         """
         parts = []
-        for run, ids in placed:
-            slots = self._numbers(run.slots)
+        for run in runs:
+            slots, ids = self._numbers(run.slots), tuple(run.block_ids)
             job = LoadJob(self._next_id(), plan.request_id, run.start, slots, ids, synchronous, run.group)
-            parts.append(LoadPart(job, run.keys, JobTally(job.blocks, self.ranks), run.group == self.chain))
-        load = LoadState(plan, keys, parts, now + self.timeout)
+            parts.append(LoadPart(job, run, JobTally(job.blocks, self.ranks)))
+        load = LoadState(plan, parts, now + self.timeout)
         self.loads[load.job.job_id] = load
         self._loads_by_job.update(dict.fromkeys(load.job_ids, load))
         self._outbox.loads += [part.job for part in parts]
@@ -312,11 +254,12 @@ class TransferJobs:
             self._context.touch(load.block_ids)
             load.holder = self._context
 
-    def order_save(self, run: OffloadRun, slots: Slots | range, pin: Pin, now: float) -> SaveState:
-        """After this step, copy the engine's blocks of `run` into `slots`; `pin` keeps the last of them."""
-        numbers = self._numbers(slots)
-        job = SaveJob(self._next_id(), run.request_id, run.start, numbers, run.block_ids, run.group)
-        save = SaveState(job, run, slots, pin, JobTally(job.blocks, self.ranks), now, now + self.timeout)
+    def order_save(self, owed: Owed, pin: Pin, now: float) -> SaveState:
+        """After this step, copy the engine's blocks of a run into its slots; `pin` keeps the last of them."""
+        run = owed.run
+        slots, ids = self._numbers(run.slots), tuple(run.block_ids)
+        job = SaveJob(self._next_id(), owed.request_id, run.start, slots, ids, run.group)
+        save = SaveState(job, owed, pin, JobTally(job.blocks, self.ranks), now, now + self.timeout)
         self.saves[job.job_id] = save
         self._outbox.saves.append(job)
         return save
@@ -331,9 +274,8 @@ class TransferJobs:
 
     def save_ordered_now(self, request_id: str) -> SaveState | None:
         """The save of a request's chain that the running step orders, if any."""
-        saves = (job for job in self._outbox.saves if job.request_id == request_id and job.group_id == self.chain)
-        job = next(saves, None)
-        return self.saves[job.job_id] if job is not None else None
+        saves = [self.saves[job.job_id] for job in self._outbox.saves if job.request_id == request_id]
+        return next((save for save in saves if save.run.is_linked), None)
 
     def end_step(self, now: float, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
         """What to tell the workers, with queries about copies that have not ended for `timeout` seconds.
@@ -430,15 +372,12 @@ class TransferJobs:
     def blocks_to_save(self) -> Iterator[tuple[str, int, Sequence[int]]]:
         """Request, row of its chain and the engine's blocks of all that is being saved, or to be saved, in parts."""
         for save in self.saves.values():
-            run = save.run
-            if run.group == self.chain:
-                yield run.request_id, run.start, run.block_ids
-            else:
-                yield from ((run.request_id, row, (each,)) for row, each in zip(run.rows, run.block_ids, strict=True))
+            for row, block_ids in save.run.places():
+                yield save.job.request_id, row, block_ids
         for waiting in self.put_off:
             for piece in waiting.pieces:
-                yield waiting.request_id, piece.start, piece.chain
-                yield from ((waiting.request_id, piece.start, (each,)) for _, _, each in piece.hanging)
+                yield waiting.request_id, piece.start, piece.ids
+                yield from ((waiting.request_id, piece.start, (each,)) for each in piece.loose_ids)
 
     def cut_put_off(self, request_id: str, block: int) -> None:
         """Order no save of a request's blocks from `block` on, but those that are ordered already."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from kvpact.cache.groups import RequestGroups, Tables, runs_of
-from kvpact.cache.jobs import OffloadRun
+from kvpact.cache.needs.engine_groups import EngineGroups, Tables
+from kvpact.cache.needs.owed import Owed
+from kvpact.cache.needs.runs import Run, runs_of
 from kvpact.cache.request import RequestState
 from kvpact.contract import KVCacheBlockView, SchedulerContext
 from kvpact.errors import NAME_CHARS, PactViolation, kept_id
@@ -71,7 +72,7 @@ class LazyOffload:
 
     context: SchedulerContext
     index: BlockIndex
-    groups: RequestGroups
+    groups: EngineGroups
     tags: BlockTags
     min_window: int = MIN_WINDOW
     dirty: bool = field(default=False, init=False)
@@ -101,15 +102,16 @@ class LazyOffload:
 
     # What the engine computes
 
-    def note(self, run: OffloadRun, tag: Tag) -> None:
-        """After this step the engine's blocks hold what `run` says, computed with this tag."""
-        unpublished, parents = [], self._parents_of(run)
-        for block, (key, parent, block_id) in enumerate(zip(run.keys, parents, run.block_ids, strict=True), run.start):
+    def note(self, request_id: str, run: Run, tag: Tag) -> None:
+        """After this step the engine's blocks hold what `run` says, computed for a request with this tag."""
+        unpublished = []
+        of_run = zip(run.keys, run.parents, run.block_ids, strict=True)
+        for block, (key, parent, block_id) in enumerate(of_run, run.start):
             entry = self._entries.get(block_id)
             if entry is None or entry.key != key or entry.block_hash is None:
                 self._drop(block_id)
                 block_hash = self.context.get_block(block_id).block_hash
-                entry = BlockContent(key, parent, run.group, block, run.request_id, tag, block_hash)
+                entry = BlockContent(key, parent, run.group, block, request_id, tag, block_hash)
                 self._entries[block_id] = entry
                 if key not in self._places:  # else the engine may publish another block of the same content
                     self._put(entry, block_id)
@@ -119,13 +121,8 @@ class LazyOffload:
             else:
                 self._publish(block_id, entry)
         if unpublished:
-            self._unpublished.setdefault(run.request_id, []).extend(unpublished)
+            self._unpublished.setdefault(request_id, []).extend(unpublished)
         self.dirty = True
-
-    def _parents_of(self, run: OffloadRun) -> Sequence[BlockKey]:
-        if run.group != self._chain:
-            return [run.chain[row] for row in run.rows]
-        return [run.chain[run.start - 1] if run.start else ROOT, *run.keys[:-1]]
 
     @property
     def _chain(self) -> int | None:
@@ -223,7 +220,7 @@ class LazyOffload:
 
     # What is about to be lost
 
-    def due(self, taken_blocks: int) -> Iterator[OffloadRun]:
+    def due(self, taken_blocks: int) -> Iterator[Owed]:
         """The runs to save in this step, in which the engine took `taken_blocks` from its free queue.
 
         The caller takes all of them. It calls `saving` for each one that it saves, before it takes the next, and
@@ -256,15 +253,15 @@ class LazyOffload:
 
     def _save_row(
         self, row: BlockKey, until: int, leaving: Mapping[int, bytes | None], taken: set[int]
-    ) -> Generator[OffloadRun, None, bool]:
+    ) -> Generator[Owed, None, bool]:
         """Offer the caller what must be saved so that a due row will be stored; False if a later step must go on."""
         if self._held >= until:
             return False
         start = row if self._resume_key is None else self._resume_key
         self._resume_key = None
-        run = self._chain_to(start, until - self._held, leaving)
-        if run is not None:
-            yield from self._save_chain(run, taken)
+        owed = self._chain_to(start, until - self._held, leaving)
+        if owed is not None:
+            yield from self._save_chain(owed, taken)
         if start != row and self._resume_key is None and start in self.index:
             self._resume_key = row
         self._resume_for = row
@@ -272,10 +269,10 @@ class LazyOffload:
             self._note_handled(row)
         return self._resume_key is None
 
-    def _save_chain(self, run: OffloadRun, taken: set[int]) -> Iterator[OffloadRun]:
+    def _save_chain(self, owed: Owed, taken: set[int]) -> Iterator[Owed]:
         """Offer a run of the chain to the caller; what it saves is `taken` from the free queue."""
-        held = self._held
-        yield run
+        held, run = self._held, owed.run
+        yield owed
         if self._held == held:
             self._resume_key = None  # there is no room for it
         else:
@@ -285,16 +282,16 @@ class LazyOffload:
         for block_id in run.block_ids:
             self._entries[block_id].offered = True
 
-    def _save_hanging(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[OffloadRun]:
+    def _save_hanging(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[Owed]:
         """Offer the caller what hangs on rows that wait, until `until` blocks are held; note what it takes."""
-        for run in self._take(until - self._held, leaving):
+        for owed in self._take(until - self._held, leaving):
             held = self._held
-            yield run
+            yield owed
             if self._held > held:
-                taken.update(run.block_ids)
+                taken.update(owed.run.block_ids)
             else:  # there is no room: the rows wait no longer
-                for row in run.rows:
-                    self._waiting.pop(run.chain[row], None)
+                for row in owed.run.parents:
+                    self._waiting.pop(row, None)
 
     def _due_row(self, view: KVCacheBlockView) -> BlockKey | None:
         """The row that must be stored so that what a block of the free queue holds is; None if nothing is to save."""
@@ -336,7 +333,7 @@ class LazyOffload:
         self.refused += 1
         return True
 
-    def _take(self, room: int, leaving: Mapping[int, bytes | None]) -> list[OffloadRun]:
+    def _take(self, room: int, leaving: Mapping[int, bytes | None]) -> list[Owed]:
         """Runs of at most `room` blocks that hang on rows that wait; each is offered once."""
         found, left = list[int](), room
         for row in [*islice(self._waiting, max(0, room))]:
@@ -369,7 +366,7 @@ class LazyOffload:
         seen = leaving[block_id] if block_id in leaving else self.context.get_block(block_id).block_hash
         return entry.block_hash is not None and entry.block_hash == seen and self.tags.has(block_id, entry.tag)
 
-    def _runs(self, found: Sequence[int], leaving: Mapping[int, bytes | None]) -> list[OffloadRun]:
+    def _runs(self, found: Sequence[int], leaving: Mapping[int, bytes | None]) -> list[Owed]:
         """Return blocks that hang on rows as runs, each of one chain and one group.
 
         Those whose chains take too long to read wait.
@@ -393,11 +390,9 @@ class LazyOffload:
         runs = []
         for (at, number), blocks in parts.items():
             for start, end in runs_of(sorted(blocks)):
-                ids = tuple(blocks[block] for block in range(start, end))
-                below = [rows[block_id] for block_id in ids]
-                names, owner = [entries[block_id].key for block_id in ids], entries[ids[-1]].request_id
-                departing = frozenset(ids).intersection(leaving)
-                runs.append(OffloadRun(owner, number, start, names, below, chains[at], ids, departing))
+                named = {block: (entries[blocks[block]].key, blocks[block]) for block in range(start, end)}
+                run, owner = self.groups.loose_run(number, named, chains[at]), entries[blocks[end - 1]].request_id
+                runs.append(Owed(owner, run, frozenset(run.block_ids).intersection(leaving)))
         return runs
 
     def saving(self, blocks: int) -> None:
@@ -437,7 +432,7 @@ class LazyOffload:
     def _restart(self) -> None:
         self._cursor, self._passed = None, 0
 
-    def _chain_to(self, row: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> OffloadRun | None:
+    def _chain_to(self, row: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> Owed | None:
         """The rows to save so that `row` will be stored: at most `room`, the first ones first.
 
         None if a row between the stored part and `row` is lost, or if that piece is too long for one step.
@@ -471,7 +466,8 @@ class LazyOffload:
         ids, start = tuple(reversed(missing[-len(new) :])), len(known)
         owner, departing = self._entries[ids[-1]].request_id, frozenset(ids).intersection(leaving)
         rows, group = range(start, start + len(new)), self._entries[ids[0]].group
-        return OffloadRun(owner, group, start, new, rows, [*known, *new], ids, departing)
+        run = Run(group, start, new, [*known, *new], rows, self.groups.class_of(group), block_ids=ids)
+        return Owed(owner, run, departing)
 
     def content_of(self, block_id: int) -> BlockContent | None:
         """What a block of the engine is known to hold; None if that is unknown."""

@@ -11,13 +11,15 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvpact.cache.groups import RequestGroups
 from kvpact.cache.jobs import LoadState, PactLedger, PactPlan, TransferJobs
 from kvpact.cache.load_budget import LoadBudget
-from kvpact.cache.offload import Offloader
+from kvpact.cache.memory import Memory
+from kvpact.cache.needs.engine_groups import EngineGroups
+from kvpact.cache.needs.match import Needs
+from kvpact.cache.needs.runs import Failure
 from kvpact.cache.request import Requests, RequestState
+from kvpact.cache.saves import Saves
 from kvpact.cache.tier_set import TierSet
-from kvpact.cache.writeback import Offer
 from kvpact.contract import ExternalKVMatch, LoadSettlement, num_blocks_for
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
@@ -37,16 +39,24 @@ class Loads:
 
     requests: Requests
     ledger: PactLedger
-    groups: RequestGroups
-    jobs: TransferJobs
-    saves: Offloader
+    saves: Saves
     load_budget: LoadBudget
+    load_deadline: float
+    """Seconds after which a load is late."""
+    groups: EngineGroups = field(init=False)
+    memory: Memory = field(init=False)
+    jobs: TransferJobs = field(init=False)
     index: BlockIndex = field(init=False)
     tiers: TierSet = field(init=False)
     _told: LogOnce = field(default_factory=lambda: LogOnce(logger), init=False)
 
     def __post_init__(self) -> None:
-        self.index, self.tiers = self.groups.index, self.saves.tiers
+        saves = self.saves
+        self.groups = saves.groups
+        self.memory = saves.memory
+        self.jobs = saves.jobs
+        self.index = saves.memory.index
+        self.tiers = saves.tiers
 
     def begin(self, request_id: str, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]) -> int:
         """The engine takes the first `num_tokens` of a match into `block_ids`; returns the number of blocks loaded.
@@ -63,26 +73,22 @@ class Loads:
         leases = plan.leases
         keep = self._cut(plan, state, num_tokens) if num_tokens < plan.promised_tokens else leases
         tables = groups.tables(plan.request_id, lambda: block_ids)
-        placed = groups.placed(plan.slots, tables)
-        if keep is None or not placed:
+        runs = groups.placed(plan.slots, tables)
+        if keep is None or not runs:
             self.ledger.abort(plan, EndReason.REFUSED)
             for pin in keep if keep is not None and keep is not leases else ():
                 self.index.unpin(pin)
             return 0
         state.commit(num_tokens, blocks)
-        loaded = sum(len(ids) for _, ids in placed)
+        loaded = groups.count(runs)
         if synchronous:
             self.load_budget.spend(loaded)
-        keys = state.keys.keys if state.keys is not None else []
-        self.requests.tags.fill(groups.hanging_of(tables, blocks), NO_TAG)
-        for run, ids in placed:
-            self.requests.tags.fill(ids, state.tag)
-            if run.group == groups.groups.chain:
-                self.saves.writeback.note_used(Offer(keys, blocks.end))
-            else:
-                self.saves.writeback.note_used(Offer(run.keys, follow=False))
-        self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.saves.config.load_deadline)
-        self.jobs.order_load(plan, placed, keys[: blocks.end], now, synchronous=synchronous)
+        self.requests.tags.fill(groups.loaded_blocks(tables, blocks), NO_TAG)
+        for run in runs:
+            self.requests.tags.fill(run.block_ids, state.tag)
+            self.saves.writeback.note_used(run)
+        self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.load_deadline)
+        self.jobs.order_load(plan, runs, now, synchronous=synchronous)
         return loaded
 
     def _taken(self, request_id: str, match: ExternalKVMatch, num_tokens: int, num_block_ids: int) -> PactPlan | None:
@@ -98,8 +104,8 @@ class Loads:
             self.ledger.abort(plan, EndReason.DECLINED)
             return None
         end = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
-        named = self.groups.groups.chain == 0  # `block_ids` are the first group's
-        if num_tokens > plan.promised_tokens or (named and end > num_block_ids):
+        is_named = self.groups.names_first  # `block_ids` are the first group's
+        if num_tokens > plan.promised_tokens or (is_named and end > num_block_ids):
             raise PactViolation(
                 f"request {request_id} commits {num_tokens} tokens into {num_block_ids} blocks; "
                 f"{plan.promised_tokens} were promised, from block {plan.blocks.start} on"
@@ -108,21 +114,18 @@ class Loads:
 
     def _cut(self, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[Pin] | None:
         """The engine takes less than was promised: pins on what that needs; None if memory does not have it."""
-        groups, index = self.groups, self.index
-        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.groups.block_size))
+        rows = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
         end = plan.blocks.start * self.groups.block_size + num_tokens
+        if self.groups.reads_all:
+            plan.slots = self.groups.first_of(plan.slots, end)
+            # only the plan's own pins keep the slots of blocks that were dropped: all or none
+            return plan.leases if self.memory.lost_any(plan.slots) else self.memory.lease(plan.slots)
         keys = state.keys.keys if state.keys is not None else []
-        if groups.reads_all:
-            plan.slots = groups.first_of(plan.slots, end)
-            if groups.lost_any(plan.slots):  # only the plan's own pins keep the slots: all or none
-                return plan.leases
-            hanging = [key for run in plan.slots if run.group != groups.groups.chain for key in run.keys]
-            return [index.pin(keys[blocks.end - 1]), *index.pin_each(hanging)]
-        found = groups.longest(state, blocks.end, blocks.start, index.is_held)
-        if found != blocks.end or end % self.groups.block_size or not groups.may_end_at(end):
+        needs = Needs(self.groups, keys, plan.blocks.start, state.loose_keys)
+        if needs.longest(self.memory.has, rows) != rows or not self.groups.may_end_at(end):
             return None
-        plan.slots, pins = groups.lease(state, keys, blocks)
-        return pins
+        plan.slots = needs.runs(rows)
+        return self.memory.lease(plan.slots)
 
     def note_resumed(self, plan: PactPlan) -> None:
         """The engine computes the request: it uses what an asynchronous load brought, up to the first hole."""
@@ -138,7 +141,7 @@ class Loads:
         if (state := self.requests.live.get(job.request_id)) is not None:
             state.note_sound(min(state.sound, blocks.start))
         if job.synchronous:
-            self.jobs.invalidate(job.request_id, load.keys[blocks.start], blocks.start)
+            self.jobs.invalidate(job.request_id, load.parts[0].run.chain[blocks.start], blocks.start)
         else:
             self.requests.tags.fill(load.block_ids, NO_TAG)
         return LoadSettlement(job.request_id, RangeSet(), RangeSet.of(blocks), not job.synchronous, late=True)
@@ -164,8 +167,7 @@ class Loads:
             if state is not None:
                 state.go_back(failed.start, size)
             for part in load.parts:
-                spoilt = part.job.block_ids[failed.start - part.job.start_block if part.is_chain else 0 :]
-                self.requests.tags.fill(spoilt, NO_TAG)
+                self.requests.tags.fill(part.run.spoilt(failed.start), NO_TAG)
         if load.recalled:
             pass  # the outcome says nothing about what is stored
         elif failed is not None and (late := load.given_up and not outcome.done.ranges):
@@ -182,33 +184,29 @@ class Loads:
     # What is no longer trusted
 
     def _invalidate_from(self, request_id: str, keys: Sequence[BlockKey], block: int) -> None:
-        """Neither serve nor store the chain `keys` from `block` on: the one place that tells all parts."""
+        """Neither serve nor store the chain `keys` from `block` on."""
         gone = keys[block:]
-        self.jobs.invalidate(request_id, gone[0], block)
-        self.index.drop(gone[0])
-        self.tiers.delete(gone)
+        self._invalidate(request_id, keys, Failure(gone, gone[:1], block))
+
+    def _invalidate(self, request_id: str, chain: Sequence[BlockKey], failure: Failure) -> None:
+        """Neither serve what failed, nor store what was computed from it: the one place that tells all parts."""
+        self.jobs.invalidate(request_id, chain[failure.row], failure.row)
+        for key in failure.tops:
+            self.index.drop(key)
+        self.tiers.delete(failure.keys)
         if self.saves.lazy is not None:
-            self.saves.lazy.forget(gone)
+            self.saves.lazy.forget(chain[failure.row :])
 
     def _load_failed(self, load: LoadState) -> None:
         """Blocks failed to load: drop them, and all of the chain after them, everywhere."""
-        name, failed, hanging = load.job.request_id, load.chain_failed_from(), load.failed_keys()
-        if failed is not None:
-            text = "kvpact: blocks from %d on of request %s failed to load; dropped (later ones are counted)"
-            self._told.log("chain", logging.WARNING, text, failed, name)
-            self._invalidate_from(name, load.keys, failed)
-        if hanging:
-            text = "kvpact: %d blocks of side groups of request %s failed to load; dropped (later ones are counted)"
-            self._told.log("side groups", logging.WARNING, text, len(hanging), name)
-            for key in hanging:
-                self.index.drop(key)
-            self.tiers.delete(hanging)
-            start = load.plan.blocks.start
-            self.jobs.invalidate(name, load.keys[start], start)
+        name = load.job.request_id
+        for failure in load.failures():
+            text = "kvpact: %d blocks of request %s failed to load, from block %d on; dropped (later ones are counted)"
+            self._told.log("failed", logging.WARNING, text, len(failure.keys), name, failure.row)
+            self._invalidate(name, load.parts[0].run.chain, failure)
             state = self.requests.live.get(name)
-            if self.saves.lazy is not None:  # nor save what the engine computed from them
-                keys = state.keys.keys if state is not None and state.keys is not None else load.keys
-                self.saves.lazy.forget(keys[start:])
+            if self.saves.lazy is not None and state is not None and state.keys is not None:
+                self.saves.lazy.forget(state.keys.keys[failure.row :])
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """Trust these blocks of the engine no more: neither they nor blocks computed after them are stored (H48).

@@ -6,49 +6,39 @@ then. Decides nothing about requests; runs on the scheduler's thread and only su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from operator import not_
 from typing import NamedTuple
 
-from kvpact.cache.jobs import PactLedger, PactPlan
-from kvpact.cache.lookup import Availability
+from kvpact.cache.jobs import PactPlan
+from kvpact.cache.memory import Memory
+from kvpact.cache.needs.match import Missing
+from kvpact.cache.needs.runs import NOTHING, Has, Run, Supply, excepting, known_by
 from kvpact.cache.request import RequestState, TierLookup
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.totals import Rows
+from kvpact.cache.writeback import WriteBack
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, SlotState
+from kvpact.index.block_index import BlockIndex, Pin, SlotState
 from kvpact.metrics import MEMORY, MissReason
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import GetDone, LookupDone
 
 
-class Needed(NamedTuple):
-    """A side group's block by its key, with the key of the row on which it hangs and the class of its slot."""
-
-    key: BlockKey
-    row: BlockKey
-    slot_class: int
-
-
 class Lacking(NamedTuple):
-    """What memory lacks of what a match needs: the chain's rows [first, end), and blocks of side groups."""
+    """Blocks that a match needs and memory lacks, with the price of their reads."""
 
-    first: int
-    end: int
-    row_bytes: int
-    """Bytes of a row."""
-    hanging: Sequence[Needed] = ()
+    missing: Missing
+    by_tier: tuple[Supply, ...]
+    """What each tier can supply of them, in the user's order."""
+    seconds: float | None
+    """Expected until all have arrived; None if unknown."""
+    clients: frozenset[TierClient]
+    """The tiers that would be read."""
 
-    def blocks_after(self, start: int) -> int:
-        """The number of its blocks, where the engine has the rows before `start`."""
-        return max(0, self.end - max(self.first, start)) + len(self.hanging)
-
-
-Has = Callable[[BlockKey], bool]
 
 READ_BYTES = 16 << 20
 """Bytes of one read: small enough that some blocks have arrived at a deadline, large enough for a disk."""
@@ -70,11 +60,14 @@ class Prefetcher:
     """The way of blocks from `tiers` into one arena."""
 
     tiers: TierSet
-    index: BlockIndex
-    ledger: PactLedger
-    note_became_held: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None] | None = field(default=None, init=False)
-    """Told what memory holds after a read, and what of it was read: other blocks may have waited for those."""
+    memory: Memory
+    writes: WriteBack
+    """Offers what memory holds after a read to the other tiers: other blocks may have waited for those."""
+    index: BlockIndex = field(init=False)
     _filling: set[int] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.index = self.memory.index
 
     # Finding
 
@@ -92,114 +85,68 @@ class Prefetcher:
                 lookup.silent[client] = MissReason.RECOMPUTE_FASTER
                 client.note_too_slow(LookupDone, client.costs.lookup_seconds, now)
             else:
-                op_id = lookup.pending[client] = self.tiers.begin(partial(self._end_lookup, client, lookup))
+                op_id = lookup.pending[client] = self.tiers.begin(partial(self._end_lookup, client, lookup, keys, True))
                 client.submit_lookup(op_id, keys, before=())
         for client in lookup.silent:
             self.tiers.metrics.add("skipped_lookups", label=client.name)
             client.probe(keys, now, before=())
         return lookup
 
-    def _end_lookup(self, client: TierClient, lookup: TierLookup, done: LookupDone, now: float) -> None:
-        has_answered = done.ok and done.seconds > 0
-        if has_answered:
-            self.tiers.contents[client].note_found(lookup.keys, done.in_a_row, now)
-        if lookup.pending.pop(client, None) is not None:
-            lookup.hits[client] = done.in_a_row
-            if not has_answered:
-                lookup.silent[client] = MissReason.TIER_DOWN
-
-    def readable(self, keys: Sequence[BlockKey], lookup: TierLookup | None, now: float) -> tuple[int, ...]:
-        """The number of `keys` in a row that each tier can supply, in the user's order. Reads memory only.
-
-        For a shared tier, what `lookup` has found.
-        """
-        return tuple(self._readable(client, keys, lookup, now) for client in self.tiers.clients)
-
-    def _readable(self, client: TierClient, keys: Sequence[BlockKey], lookup: TierLookup | None, now: float) -> int:
-        if client.shared:
-            hits = lookup.hits.get(client, 0) if lookup is not None else 0
-            held = client.readable(keys, min(hits, len(keys)))
-        else:
-            held = client.held(keys, now)
-        return self.tiers.contents[client].without_refuted(keys, held, now)
-
-    # What hangs on a chain
-
     def ask_more(self, lookup: TierLookup, keys: Sequence[BlockKey]) -> None:
-        """Ask the shared tiers that have answered for blocks of side groups, too."""
+        """Ask the shared tiers that have answered for loose blocks, too."""
         lookup.rounds += 1
         for client in self.tiers.shared:
-            known = lookup.hanging.setdefault(client, {})
+            known = lookup.loose.setdefault(client, {})
             unknown = [key for key in keys if key not in known]
             if not unknown or client not in lookup.hits:
                 continue
-            op_id = self.tiers.begin(partial(self._end_asking_more, client, lookup, unknown))
+            op_id = self.tiers.begin(partial(self._end_lookup, client, lookup, unknown, False))
             if client.submit_lookup(op_id, unknown):
                 lookup.pending[client] = op_id
             else:
                 self.tiers.withdraw(op_id)
                 known.update(dict.fromkeys(unknown, False))
 
-    def _end_asking_more(
-        self, client: TierClient, lookup: TierLookup, keys: Sequence[BlockKey], done: LookupDone, now: float
+    def _end_lookup(
+        self,
+        client: TierClient,
+        lookup: TierLookup,
+        keys: Sequence[BlockKey],
+        in_a_row: bool,
+        done: LookupDone,
+        now: float,
     ) -> None:
-        if not done.ok:
-            lookup.silent[client] = MissReason.TIER_DOWN
-        lookup.hanging[client].update(zip(keys, done.each, strict=True))
-        self.tiers.contents[client].found.add([*compress(keys, done.each)], now)
-        lookup.pending.pop(client, None)
-
-    def supplied(self, lookup: TierLookup | None, now: float, *, unknown: bool = False) -> Has:
-        """Tells of a side group's block whether a tier can supply it. `unknown`: what a shared tier was not asked."""
-        sources = [
-            self._has(client, lookup, now, unknown)
-            for client in self.tiers.clients
-            if not client.shared or (lookup is not None and client in lookup.hits and client.health.may_read)
-        ]
-        return lambda key: any(has(key) for has in sources)
-
-    def _has(self, client: TierClient, lookup: TierLookup | None, now: float, unknown: bool = False) -> Has:
-        """Tells of a block whether this tier can supply it; of a shared one, as far as it was asked."""
-        if client.shared:
-            known = lookup.hanging.get(client, {}) if lookup is not None else {}
-            return lambda key: known.get(key, unknown)
         contents = self.tiers.contents[client]
-        return lambda key: contents.without_refuted((key,), 1, now) == 1 and client.has(key, now)
+        is_open = lookup.pending.pop(client, None) is not None
+        has_answered = done.ok and (done.seconds > 0 or not in_a_row)
+        if not in_a_row:
+            lookup.loose[client].update(zip(keys, done.each, strict=True))
+            contents.found.add([*compress(keys, done.each)], now)
+        elif has_answered:
+            contents.note_found(keys, done.in_a_row, now)
+        if in_a_row and is_open:
+            lookup.hits[client] = done.in_a_row
+        if not has_answered and (is_open or not in_a_row):
+            lookup.silent[client] = MissReason.TIER_DOWN
 
-    def fetch_hanging(self, missing: Sequence[Needed], lookup: TierLookup | None) -> bool:
-        """Begin to read blocks of side groups; False if one of them cannot be read."""
-        now, there = self.tiers.clock(), 0
-        for client, wanted in self._suppliers(missing, lookup, now):
-            there += len(wanted)
-            for slot_class in sorted({needed.slot_class for needed in wanted}):
-                if not self._read_hanging(client, [each for each in wanted if each.slot_class == slot_class], now):
-                    return False
-        return there == len(missing)
+    def answers(self, lookup: TierLookup | None, now: float, unknown: bool = False) -> list[Has]:
+        """What each tier can supply, in the user's order, of a shared one what `lookup` has found. Reads memory only.
 
-    def _suppliers(
-        self, hanging: Sequence[Needed], lookup: TierLookup | None, now: float
-    ) -> Iterator[tuple[TierClient, list[Needed]]]:
-        """The tiers from which blocks of side groups are read, each with its own: the first tier that has one."""
-        rest = [*hanging]
-        for client in self.tiers.clients:
-            if rest and client.health.may_read:
-                has = self._has(client, lookup, now)
-                there = [has(needed.key) for needed in rest]
-                yield client, [*compress(rest, there)]
-                rest = [*compress(rest, map(not_, there))]
+        `unknown`: the answer for loose blocks of which a shared tier was not asked.
+        """
+        return [self._has(client, lookup, now, unknown) for client in self.tiers.clients]
 
-    def tiers_of(self, hanging: Sequence[Needed], lookup: TierLookup | None) -> dict[BlockKey, str]:
-        """The names of the tiers from which blocks of side groups are read, by key."""
-        suppliers = self._suppliers(hanging, lookup, self.tiers.clock())
-        return {needed.key: client.name for client, its in suppliers for needed in its}
-
-    def _read_hanging(self, client: TierClient, wanted: Sequence[Needed], now: float) -> bool:
-        """Begin to read blocks of one class of slots from one tier; False, and nothing happens, if it is impossible."""
-        keys, rows, slot_class = [each.key for each in wanted], [each.row for each in wanted], wanted[0].slot_class
-        reservable = partial(self.index.reservable, rows[-1], len(keys), slot_class)
-        if client.room < len(keys) or self.ledger.make_room(reservable, len(keys), self._may_yield) < len(keys):
-            return False
-        return self._read(client, keys, self.index.reserve_sides(keys, rows, slot_class), now, None)
+    def _has(self, client: TierClient, lookup: TierLookup | None, now: float, unknown: bool) -> Has:
+        contents = self.tiers.contents[client]
+        if not client.health.may_read or (client.shared and (lookup is None or client not in lookup.hits)):
+            return NOTHING
+        if client.shared and lookup is not None:
+            count = partial(_found, client, lookup.hits[client])
+            return Has(
+                partial(contents.without_refuted, count, now), known_by(lookup.loose.get(client, {}).get, unknown)
+            )
+        each = excepting(partial(client.has, now=now), contents.refuted)
+        return Has(partial(contents.without_refuted, partial(client.held, now=now), now), each)
 
     def rows_found(self, by_tier: Sequence[int], resident: int, earlier: Rows) -> Rows:
         """Where a prompt's rows were found: `resident` in memory, unless `earlier` a tier had them, others below."""
@@ -209,35 +156,30 @@ class Prefetcher:
 
     # Costs
 
-    def _supplier(self, row: int, by_tier: Sequence[int]) -> tuple[TierClient | None, int]:
-        """The tier from which a row of a chain is read, and how many rows it can supply: the first that has it."""
-        supplies = zip(self.tiers.clients, by_tier, strict=True)
-        return next((each for each in supplies if each[1] > row and each[0].health.may_read), (None, 0))
+    def lacking(self, missing: Missing, by_tier: Sequence[int], lookup: TierLookup | None) -> Lacking:
+        """Price the reads of missing blocks, each from the first tier in the user's order that can supply it."""
+        answers = self.answers(lookup, self.tiers.clock()) if missing.loose else [NOTHING] * len(by_tier)
+        clients = self.tiers.clients
+        supplies = tuple(
+            Supply(end if client.health.may_read else 0, has.each)
+            for client, end, has in zip(clients, by_tier, answers, strict=True)
+        )
+        seconds: float | None = 0.0
+        read = set[TierClient]()
+        for run in missing.runs:
+            for number, part in run.split(supplies):
+                read.add(clients[number])
+                needed = clients[number].costs.seconds_for(len(part.keys) * self._bytes_of(part))
+                seconds = None if needed is None or seconds is None else seconds + needed
+        return Lacking(missing, supplies, seconds, frozenset(read))
 
-    def _amounts(
-        self, lacking: Lacking, by_tier: Sequence[int], lookup: TierLookup | None
-    ) -> Iterator[tuple[TierClient, int]]:
-        """The tiers from which this is read, each with bytes; a tier may come twice."""
-        row, sizes = lacking.first, self.tiers.arena.class_bytes
-        while row < lacking.end:
-            client, readable = self._supplier(row, by_tier)
-            if client is None:
-                break
-            stop = min(readable, lacking.end)
-            yield client, (stop - row) * lacking.row_bytes
-            row = stop
-        for client, wanted in self._suppliers(lacking.hanging, lookup, self.tiers.clock()):
-            yield client, sum(sizes[needed.slot_class] for needed in wanted)
+    def tiers_of(self, runs: Sequence[Run], supplies: Sequence[Supply]) -> dict[BlockKey, str]:
+        """The names of the tiers from which blocks are read, by key."""
+        parts = [part for run in runs for part in run.split(supplies)]
+        return {key: self.tiers.clients[number].name for number, part in parts for key in part.keys}
 
-    def seconds_to_load(self, lacking: Lacking, by_tier: Sequence[int], lookup: TierLookup | None) -> float | None:
-        """Expected seconds until this has arrived; None if unknown."""
-        seconds = 0.0
-        for client, nbytes in self._amounts(lacking, by_tier, lookup):
-            needed = client.costs.seconds_for(nbytes) if nbytes else 0.0
-            if needed is None:
-                return None
-            seconds += needed
-        return seconds
+    def _bytes_of(self, run: Run) -> int:
+        return self.tiers.arena.class_bytes[run.slot_class]
 
     def is_overdue(self, start: int, by_tier: Sequence[int]) -> bool:
         """True if a tier that can supply blocks from `start` on is overdue: it may keep its slots for long."""
@@ -245,18 +187,16 @@ class Prefetcher:
             end > start and client.health.has_overdue for client, end in zip(self.tiers.clients, by_tier, strict=True)
         )
 
-    def note_declined(
-        self, keys: Sequence[BlockKey], lacking: Lacking, found: Availability, lookup: TierLookup | None
-    ) -> None:
+    def note_declined(self, keys: Sequence[BlockKey], lacking: Lacking) -> None:
         """The engine computes what is `lacking` of `keys`, as that is sooner than to read it.
 
         The tiers that would be read are probed, if that is due.
         """
-        now, ends = self.tiers.clock(), dict(zip(self.tiers.clients, found.by_tier, strict=True))
-        seconds = self.seconds_to_load(lacking, found.by_tier, lookup) or 0.0
-        for client in {client for client, nbytes in self._amounts(lacking, found.by_tier, lookup) if nbytes}:
-            client.note_too_slow(GetDone, seconds, now)
-            client.probe(keys[: ends[client]], now, before=())
+        now = self.tiers.clock()
+        for client, supply in zip(self.tiers.clients, lacking.by_tier, strict=True):
+            if client in lacking.clients:
+                client.note_too_slow(GetDone, lacking.seconds or 0.0, now)
+                client.probe(keys[: supply.end], now, before=())
 
     def probe_silent(self, keys: Sequence[BlockKey], state: RequestState) -> MissReason | None:
         """Probe the exclusive tiers that are left alone, if that is due, with a prompt that they may have.
@@ -278,71 +218,53 @@ class Prefetcher:
 
     # Reading
 
-    def fetch(
-        self,
-        keys: Sequence[BlockKey],
-        lacking: Lacking,
-        by_tier: Sequence[int],
-        share: Callable[[int], int],
-    ) -> int:
-        """Begin to read the rows of `lacking` into the arena; returns the row up to which they are there or on their
-        way.
+    def fetch(self, run: Run, supplies: Sequence[Supply], share: Callable[[int], int]) -> int:
+        """Begin to read a run of which memory knows nothing; returns the number of its blocks that are on their way.
 
-        Each row comes from the first tier in the user's order that can supply it, as `readable` says. A row that
-        another request is fetching is not read again. The answer is smaller than the end if there is no room, of which
-        `share` tells how much these rows may take.
+        Each comes from the first of the tiers' `supplies` that has it. Those are fewer than the run's if there is no
+        room, of which `share` says how much a chain's rows may take.
         """
-        end, now = lacking.end, self.tiers.clock()
-        known = min(end, self.index.known_prefix(keys))
-        read_blocks = max(1, READ_BYTES // lacking.row_bytes)
-        while known < end:
-            client, readable = self._supplier(known, by_tier)
-            if client is None:
-                break
-            wanted = min(end - known, client.room)
-            reservable = partial(self.index.reservable, keys[known - 1] if known else ROOT, wanted)
-            room = min(wanted, share(self.ledger.make_room(reservable, wanted, self._may_yield)))
-            stop = min(end, readable, known + min(room, read_blocks))
-            if stop == known:
-                break
-            reservation = self.index.reserve(keys, known, stop)
-            if not self._read(client, keys[known:stop], reservation, now, keys[:known]):
-                break
-            known = stop
-        return known
+        begun = 0
+        for number, part in run.split(supplies):
+            rest = part
+            while rest.keys:
+                count = self._fetch_from(self.tiers.clients[number], rest, share)
+                begun += count
+                if not count:
+                    return begun
+                rest = rest.part(count, len(rest.keys))
+        return begun
 
-    def _read(
-        self,
-        client: TierClient,
-        keys: Sequence[BlockKey],
-        reservation: Reservation | None,
-        now: float,
-        before: Sequence[BlockKey] | None,
-    ) -> bool:
-        """Read blocks into their new slots; False, and nothing happens, if that is impossible, or there are none."""
+    def _fetch_from(self, client: TierClient, run: Run, share: Callable[[int], int]) -> int:
+        """Begin one read from a tier, as large as one may be; returns the number of its blocks."""
+        wanted = run.fits(client.room, len(run.keys))
+        if not wanted:
+            return 0
+        room = min(wanted, run.share(share, self.memory.room_for(run, wanted, self._may_yield)))
+        piece = run.part(0, run.fits(room, max(1, READ_BYTES // self._bytes_of(run))))
+        reservation = self.memory.reserve(piece) if piece.keys else None
         if reservation is None:
-            return False
+            return 0
         self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
         numbers = [*map(self.index.space.number, reservation.slots)]
         sizes = self.tiers.arena.bytes_of(numbers)
-        op = PrefetchOp(tuple(keys), reservation.slots, sizes, self.index.pin(keys[-1]))
+        op = PrefetchOp(tuple(piece.keys), reservation.slots, sizes, self.index.pin(piece.keys[-1]))
         op_id = self.tiers.begin(partial(self._end_read, client, op))
         views = [*map(self.tiers.arena.slot_views, numbers)]
-        if not client.submit_get(op_id, op.keys, views, before=before):
+        if not client.submit_get(op_id, op.keys, views, before=piece.before):
             self.tiers.withdraw(op_id)
             self.index.abandon(op.slots)
             self.index.unpin(op.pin)
-            return False
+            return 0
         self._filling.update(op.slots)
-        return True
+        return len(piece.keys)
 
     def _end_read(self, client: TierClient, op: PrefetchOp, done: GetDone, now: float) -> None:
         self._filling.difference_update(op.slots)
         became_held = self.index.end_writes(op.slots, done.each)
         lost = [key for key, here in zip(op.keys, done.each, strict=True) if not here]
         self.index.unpin(op.pin)
-        if self.note_became_held is not None:
-            self.note_became_held(became_held, op.keys)
+        self.writes.note_became_held(became_held, op.keys)
         contents = self.tiers.contents[client]
         contents.found.discard(lost)
         if done.seconds and len(self.tiers.clients) > 1:
@@ -362,3 +284,8 @@ class Prefetcher:
         for slot in self._filling:
             if self.index.state(slot) not in (SlotState.RESERVED, SlotState.CANCELLED):
                 raise PactViolation(f"slot {slot} is being filled from a tier and {self.index.state(slot).name}")
+
+
+def _found(client: TierClient, hits: int, keys: Sequence[BlockKey]) -> int:
+    """The number of the first of `keys` that a tier can supply which was found to have `hits` of the request's."""
+    return client.readable(keys, min(hits, len(keys)))

@@ -12,11 +12,13 @@ from math import inf
 from typing import NamedTuple
 
 from kvpact.cache.finder import Finder
-from kvpact.cache.groups import RequestGroups
 from kvpact.cache.jobs import PactLedger, PactPlan, TransferJobs
 from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Limits, Lookup, Miss, Phase, Stage, Wait, decide
+from kvpact.cache.memory import Memory
+from kvpact.cache.needs.engine_groups import EngineGroups
+from kvpact.cache.needs.match import Needs
 from kvpact.cache.prefetch import Lacking, Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
@@ -26,7 +28,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
-from kvpact.metrics import EndReason, MissReason
+from kvpact.metrics import MEMORY, EndReason, MissReason
 from kvpact.ranges import BlockRange
 
 NO_MATCH = ExternalKVMatch(0)
@@ -43,11 +45,11 @@ preempted, loads again and keeps the other from running, for ever (P11).
 
 
 class _Probe(NamedTuple):
-    """A prepare at `now` of a request's blocks, named `keys`, from block `start` on."""
+    """A prepare at `now` of a request's blocks, from block `start` on."""
 
     request_id: str
     state: RequestState
-    keys: Sequence[BlockKey]
+    needs: Needs
     start: int
     plan: PactPlan | None
     """The request's plan, if blocks are being read for it."""
@@ -60,19 +62,20 @@ class Planner:
 
     config: KvpactConfig
     ledger: PactLedger
-    groups: RequestGroups
+    groups: EngineGroups
     finder: Finder
     jobs: TransferJobs
     load_budget: LoadBudget
+    queue: Queue
     reads: Prefetcher = field(init=False)
-    queue: Queue = field(init=False)
+    memory: Memory = field(init=False)
     index: BlockIndex = field(init=False)
     tiers: TierSet = field(init=False)
 
     def __post_init__(self) -> None:
         self.reads = self.finder.reads
-        self.index, self.tiers = self.reads.index, self.reads.tiers
-        self.queue = Queue(lambda: self.index.usable_slots, self.groups.block_size)
+        self.memory, self.index = self.reads.memory, self.reads.index
+        self.tiers = self.reads.tiers
 
     # Prepare
 
@@ -147,7 +150,7 @@ class Planner:
         plan, now = self.ledger.find(name), self.tiers.clock()
         if plan is not None and plan.state is State.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
-        if plan is not None and plan.postponed is not None and self.groups.lost_any(plan.slots):
+        if plan is not None and plan.postponed is not None and self.memory.lost_any(plan.slots):
             self.ledger.end(name, EndReason.SUPERSEDED)
             plan = None  # its slots are kept, but what was dropped since is not to be promised anew
         if plan is not None:
@@ -162,7 +165,8 @@ class Planner:
             return Wait(put_off=True)
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(self._why_so_few(state, start, len(keys), loadable)))
-        return self._look_up(_Probe(name, state, keys, start, plan, now))
+        needs = Needs(self.groups, keys, start, state.loose_keys)
+        return self._look_up(_Probe(name, state, needs, start, plan, now))
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
         """Why nothing is looked up for a request, be it early, in a prepare or when its step begins; None if it is."""
@@ -172,7 +176,7 @@ class Planner:
             return MissReason.DISABLED
         if not request.may_load:
             return MissReason.MUST_COMPUTE
-        if computed_tokens % self.groups.groups.alignment:
+        if computed_tokens % self.groups.alignment:
             return MissReason.UNALIGNED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return MissReason.CROWDED
@@ -185,26 +189,26 @@ class Planner:
         deadline = self._deadline(state)
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
             self.tiers.poll()
-        keys = probe.keys if plan is None or not self.groups.groups.sides else probe.keys[: plan.blocks.end]
-        available = self.finder.find(state, keys, probe.now, probe.start)
+        needs = probe.needs if plan is None else probe.needs.up_to(plan.blocks.end)
+        available = self.finder.find(state, needs, probe.now)
         if plan is None:
             record.found = available
         if plan is None and probe.now < deadline and self.finder.asks_shared:
-            self.finder.ask(state, probe.keys, available)
-            self.finder.ask_more(state, probe.keys, available.resident, probe.start)
+            self.finder.ask(state, needs, available)
         if plan is not None:
             phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
         else:
             asked = state.tier_lookup
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
-            end, has_news = len(probe.keys), state.lookups.start < 0 and asked is not None
-        lacking = None
+            end, has_news = len(needs.keys), state.lookups.start < 0 and asked is not None
+        lacking = silent = None
         if available.stored > available.resident:
-            at = available.stored, available.resident, probe.start
-            lacking = self.groups.lacking(state, probe.keys, *at)
-        silent = None
-        if available.by_tier and available.resident < len(probe.keys):
-            silent = self.reads.probe_silent(probe.keys, state)
+            missing = needs.missing(available.stored, self.memory.has)
+            lacking = self.reads.lacking(missing, available.by_tier, state.tier_lookup)
+        if available.by_tier and available.resident < len(probe.needs.keys):
+            silent = self.reads.probe_silent(probe.needs.keys, state)
+        if plan is not None:
+            probe = probe._replace(needs=needs)
         limits = self._limits(probe, available, lacking, silent, has_news=has_news)
         decision = decide(available, Lookup(phase, probe.start, end, deadline), limits, probe.now)
         if isinstance(decision, Wait):
@@ -221,8 +225,8 @@ class Planner:
                 decision = decision._replace(reason=self._why_not_staged(probe, available))
         is_faster = lacking is not None and decision.reason is MissReason.RECOMPUTE_FASTER
         if lacking is not None and is_faster and state.lookups.start != probe.start:
-            self.tiers.metrics.add("declined_blocks", lacking.blocks_after(probe.start))
-            self.reads.note_declined(probe.keys, lacking, available, state.tier_lookup)
+            self.tiers.metrics.add("declined_blocks", lacking.missing.blocks_after(probe.start))
+            self.reads.note_declined(probe.needs.keys, lacking)
         if decision.tiers_done:
             self._let_tiers_go(probe)
         if isinstance(decision, Miss):
@@ -255,8 +259,7 @@ class Planner:
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Blocks before the request's last token that a match may have: whole ones of every group."""
-        rows = (len(request.token_ids) - 1) // self.groups.block_size
-        return rows - rows % self.groups.match_rows
+        return self.groups.whole((len(request.token_ids) - 1) // self.groups.block_size)
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
@@ -283,7 +286,8 @@ class Planner:
         if self.finder.asks_shared and not self.tiers.budget.exhausted and self._why_not(request, state, 0) is None:
             keys = self._keys_to(request, state, 0, _usable_blocks(self.loadable_blocks(request), state))
             if keys is not None:
-                self.finder.ask(state, keys, self.finder.find(state, keys, self.tiers.clock()))
+                needs = Needs(self.groups, keys, 0, state.loose_keys)
+                self.finder.ask(state, needs, self.finder.find(state, needs, self.tiers.clock()))
 
     def _limits(
         self,
@@ -297,8 +301,7 @@ class Planner:
         """The limits of a prepare; `silent`: why a tier says nothing; `has_news`: tiers have answered something."""
         state, first, faster = probe.state, max(available.resident, probe.start), False
         if lacking is not None and self.config.recompute_if_faster and available.stored > first:
-            seconds = self.reads.seconds_to_load(lacking, available.by_tier, state.tier_lookup)
-            faster = self.finder.computes_faster(available.stored - first, seconds)
+            faster = self.finder.computes_faster(available.stored - first, lacking.seconds)
         enough = available.resident - probe.start >= self.config.min_match_blocks
         return Limits(
             self.config.min_match_blocks,
@@ -350,24 +353,24 @@ class Planner:
 
     def _claim(self, probe: _Probe, lacking: Lacking, available: Availability, reach: int) -> Claim:
         """What a request waits for that `lacking` is read for; rows before `reach` have room."""
-        first = max(probe.start, available.resident)
-        seconds = self.reads.seconds_to_load(lacking, available.by_tier, probe.state.tier_lookup)
-        return Claim(lacking.end - first, seconds or 0.0, lacking.end - max(first, reach))
+        end, first = lacking.missing.end, max(probe.start, available.resident)
+        return Claim(end - first, lacking.seconds or 0.0, end - max(first, reach))
 
     def _stage(self, probe: _Probe, lacking: Lacking, available: Availability) -> bool:
         """Read what is lacking into memory, under a plan that promises nothing yet; whether there is room."""
         reach = self._fetch(probe, lacking, available)
         if reach <= max(probe.start, available.resident):
             return False
-        probe.state.waiting.claim = self._claim(probe, lacking, available, reach)
-        if probe.state.waiting.ahead is not None:
+        state = probe.state
+        state.waiting.claim = self._claim(probe, lacking, available, reach)
+        if state.waiting.ahead is not None:
             self.queue.moved_at = probe.now
-        keys, held = probe.keys[:reach], self.index.held_prefix(probe.keys, reach)
-        if not any(map(self.reads.is_arriving, [*keys[held : held + 1], *probe.state.staged])):
+        held = self.index.held_prefix(probe.needs.keys, reach)
+        if not any(map(self.reads.is_arriving, [*probe.needs.keys[held : min(held + 1, reach)], *state.staged])):
             return False
         earlier = probe.plan.sources if probe.plan is not None else NO_SOURCES
         plan = self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
-        plan.sources = Sources(self.reads.rows_found(available.by_tier, lacking.first, earlier.rows))
+        plan.sources = Sources(self.reads.rows_found(available.by_tier, lacking.missing.first, earlier.rows))
         return True
 
     def _waits_for_room(self, probe: _Probe, lacking: Lacking, available: Availability) -> bool:
@@ -375,7 +378,8 @@ class Planner:
         first, held = max(probe.start, available.resident), 0 if probe.plan is None else len(probe.plan.leases)
         if self.index.pinned_count <= held or self.reads.is_overdue(first, available.by_tier):
             return False
-        claim = self._claim(probe, lacking, available, min(lacking.end, self.index.known_prefix(probe.keys)))
+        reach = min(lacking.missing.end, self.index.known_prefix(probe.needs.keys))
+        claim = self._claim(probe, lacking, available, reach)
         prefill = self.finder.prefill if self.config.recompute_if_faster else None
         if not self.queue.wait(probe.state.waiting, claim, first - probe.start, prefill):
             return False
@@ -390,30 +394,28 @@ class Planner:
         Room is not made from what memory has of this match, nor from what it has of the shorter one that is promised if
         there is no room.
         """
-        state, keys, start, groups = probe.state, probe.keys, probe.start, self.groups
-        end = lacking.end
-        wanted = (*groups.hanging(state, end, start), *groups.hanging(state, available.resident, start))
-        present = dict.fromkeys(needed.key for needed in wanted if needed.key in self.index)
-        pins = self.index.pin_each([*present])
+        state, needs, missing, by_tier = probe.state, probe.needs, lacking.missing, lacking.by_tier
+        present = [key for key in needs.loose_keys(missing.end, available.resident) if key in self.index]
+        pins = self.index.pin_each(present)
         try:
-            if groups.groups.chain is None:
-                reach = groups.know_rows(keys[:end])
-            else:
-                reach = self.reads.fetch(keys, lacking, available.by_tier, self.queue.room_to_read)
-            if reach < end:
-                reach = groups.whole(reach) if groups.reads_all else 0
-                lacking = groups.lacking(state, keys, reach, lacking.first, start)
+            reach = self.memory.know(needs.keys[: missing.end])
+            reach += self.reads.fetch(needs.linked(reach, missing.end), by_tier, self.queue.room_to_read)
+            if reach < missing.end:
+                reach = self.groups.part_of_match(reach)
+                missing = needs.missing(reach, self.memory.has)
             if not reach:
                 return 0
-            pins.append(self.index.pin(keys[reach - 1]))
-            missing = [each for each in lacking.hanging if each.key not in self.index]
-            if (missing and self.queue.lacks) or not self.reads.fetch_hanging(missing, state.tier_lookup):
-                return 0
+            pins.append(self.index.pin(needs.keys[reach - 1]))
+            for run in missing.loose:
+                rest = run.unknown(0, self.index.__contains__)
+                is_read = not self.queue.lacks and self.reads.fetch(rest, by_tier, self.queue.room_to_read)
+                if is_read < len(rest.keys):
+                    return 0
         finally:
             for pin in pins:
                 self.index.unpin(pin)
         earlier = state.staged if probe.plan is not None else {}
-        state.staged = {**earlier, **self.reads.tiers_of(lacking.hanging, state.tier_lookup)}
+        state.staged = {**earlier, **self.reads.tiers_of(missing.loose, by_tier)}
         return reach
 
     def _let_tiers_go(self, probe: _Probe) -> None:
@@ -429,21 +431,24 @@ class Planner:
         if plan is None or blocks.end > plan.blocks.end:
             plan = self._open(probe, blocks, promised=True)
         else:
-            plan.slots, leases = self.groups.lease(probe.state, probe.keys, blocks)
+            plan.slots = probe.needs.runs(blocks.end)
+            leases = self.memory.lease(plan.slots)
             tokens = blocks.count * self.groups.block_size
             self.ledger.ready(plan, promised_tokens=tokens, leases=leases, now=probe.now, blocks=blocks)
         if read is not None:
-            plan.sources = self.groups.sources(read.sources.rows, plan.slots, probe.state.staged, blocks.count)
+            loose = self.groups.bytes_by_tier(plan.slots, probe.state.staged, MEMORY)
+            plan.sources = Sources(read.sources.rows, self.groups.row_bytes, loose, blocks.count)
         probe.state.lookups.note(blocks.start, True, None, self.tiers.metrics, probe.state.record)
         return plan
 
     def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
-        state, keys, now = probe.state, probe.keys, probe.now
+        state, keys, now = probe.state, probe.needs.keys, probe.now
         if not promised:
             state.lookups.note(blocks.start, None, None, self.tiers.metrics, state.record)
         self.index.touch(keys[blocks.end - 1])
         if promised:
-            slots, leases = self.groups.lease(state, keys, blocks)
+            slots = probe.needs.runs(blocks.end)
+            leases = self.memory.lease(slots)
         else:
             slots, leases = [], [self.index.pin(keys[blocks.end - 1])]
         return self.ledger.open_plan(
@@ -458,7 +463,7 @@ class Planner:
 
     def _match(self, plan: PactPlan) -> ExternalKVMatch:
         """What a plan promises now. How it is loaded depends on what the running step waits for already."""
-        waits = self.load_budget.hold(plan.request_id, sum(len(run.slots) for run in plan.slots))
+        waits = self.load_budget.hold(plan.request_id, self.groups.count(plan.slots))
         return ExternalKVMatch(plan.promised_tokens, not waits, plan)
 
     def _spare(self, request_id: str, state: RequestState, start: int) -> ExternalKVMatch:

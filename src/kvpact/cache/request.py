@@ -13,7 +13,8 @@ from kvpact.cache.records import Records, RequestRecord
 from kvpact.cache.waiting import Event, Told, Waiting
 from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
-from kvpact.identity.keys import KEY_BYTES, BlockKey, BlockKeys, RequestIdentity
+from kvpact.identity.groups import GroupSet
+from kvpact.identity.keys import BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
 from kvpact.metrics import MissReason
 from kvpact.ranges import BlockRange
@@ -28,12 +29,12 @@ class TierLookup:
     keys: Sequence[BlockKey]
     pending: dict[TierClient, OpId] = field(default_factory=dict)
     hits: dict[TierClient, int] = field(default_factory=dict)
-    hanging: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
-    """Whether each holds the blocks of side groups that it was asked for."""
+    loose: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
+    """Whether each holds the loose blocks that it was asked for."""
     silent: dict[TierClient, MissReason] = field(default_factory=dict)
     """Tiers that say nothing of it, and why: they were not asked, or failed."""
     rounds: int = 0
-    """How often the tiers were asked for blocks of side groups."""
+    """How often the tiers were asked for loose blocks."""
     late: bool = False
     """Whether one did not answer in time."""
 
@@ -83,13 +84,13 @@ class RequestState:
     """The most tokens of the request that the engine has had."""
     loads_without_progress: int = 0
     """Loads since then, each ended by a preemption."""
-    side_keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
-    """(side group, block) -> the block's key, as far as it was asked for."""
+    loose_keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
+    """(KV cache group, block) -> the key of a loose block, as far as it was asked for."""
     staged: dict[BlockKey, str] = field(default_factory=dict)
-    """The side groups' blocks that are read for the request's plan, each with the tier that has it."""
+    """The loose blocks that are read for the request's plan, each with the tier that has it."""
     branches: tuple[int, ...] = ()
     """Rows at which another request may go on from what this one computes: where the engine's own blocks end, and where
-    the stored chain does. What the side groups lack there is saved."""
+    the stored chain does. The loose blocks that are lacking there are saved."""
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
     record: RequestRecord = field(default_factory=RequestRecord)
@@ -110,11 +111,6 @@ class RequestState:
     def retag(self, tag: Tag) -> None:
         """What it fills from now on has another tag than what it has filled."""
         self.tag, self.sound = tag, 0
-
-    def keep_side_key(self, group: int, block: int, key: BlockKey) -> BlockKey:
-        """Note the key of a side group's block."""
-        self.side_keys[group, block] = key
-        return key
 
     def begin_lookup(self, lookup: TierLookup) -> None:
         """The tiers are asked for it, once."""
@@ -173,17 +169,20 @@ class Requests:
     """All live requests, by id; their keys and tags are those of the current epoch of `epochs`."""
 
     namespace: bytes
-    block_size: int
+    groups: GroupSet
     epochs: Epochs
     tags: BlockTags
+    records: Records
     renamed: Callable[[str, RequestState, int], None]
     """Called as `renamed(request id, state, block)` when a request's blocks from `block` on get other keys."""
-    chain_digest: bytes = bytes(KEY_BYTES)
+    block_size: int = field(init=False)
+    _chain_digest: bytes = field(init=False)
     """What the keys of all chains begin with besides the namespace."""
-    tokens_ahead: int = 0
-    """How many tokens after its block each key covers."""
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
-    records: Records = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_size = self.groups.block_size
+        self._chain_digest = self.groups.chain_digest
 
     def of(self, request: EngineRequest) -> RequestState:
         """The request's state, a new one if there is none."""
@@ -238,10 +237,10 @@ class Requests:
         elif same_epoch and state.keys is not None and before is not None and before.same_root(identity):
             kept = state.keys.renew(identity)
         else:
-            root = self.namespace, self.block_size, identity, epochs.current, self.chain_digest
-            state.keys = BlockKeys(*root, ahead=self.tokens_ahead)
+            root = self.namespace, self.block_size, identity, epochs.current, self._chain_digest
+            state.keys = BlockKeys(*root, ahead=self.groups.tokens_ahead)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
-        state.side_keys.clear()
+        state.loose_keys.clear()
         if state.waiting.told in (Told.LATER, Told.NO_ROOM):
             state.waiting.note(Event.CHANGED)
         self.renamed(request_id, state, kept)

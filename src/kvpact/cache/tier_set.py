@@ -63,10 +63,10 @@ class TierContents:
         """Whether a shared tier was found to hold this block within `ASK_AGAIN_SECONDS`."""
         return self.found.added_since(key, now - ASK_AGAIN_SECONDS)
 
-    def without_refuted(self, keys: Sequence[BlockKey], held: int, now: float) -> int:
-        """Number of the first `held` of `keys` before one that was refuted."""
+    def without_refuted(self, count: Callable[[Sequence[BlockKey]], int], now: float, keys: Sequence[BlockKey]) -> int:
+        """Number of the first of `keys`, of which the tier has so many as `count` says, before one that was refuted."""
         self.refuted.discard_older(now - REFUTED_SECONDS)
-        return self.refuted.first_of(keys, held)
+        return self.refuted.first_of(keys, count(keys))
 
 
 @dataclass(eq=False)

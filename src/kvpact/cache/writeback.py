@@ -7,7 +7,7 @@ the scheduler's thread and only submits work to the tiers' own threads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -15,6 +15,8 @@ from math import inf
 from sys import maxsize
 
 from kvpact.cache.budget import StepBudget
+from kvpact.cache.memory import Memory
+from kvpact.cache.needs.runs import Has, Run
 from kvpact.cache.tier_set import TierSet
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.keys import BlockKey
@@ -29,20 +31,6 @@ MAX_UNWRITTEN = 64
 
 BACKLOG_SLOTS = 64
 """Slots in which one step looks at most for blocks that a late tier lacks (P11)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Blocks of memory for the tiers: the first `end` of `keys`, by default all.
-
-    They `follow` one another from a chain's first on, or each stands for itself. Those before `new` may have been
-    offered before.
-    """
-
-    keys: Sequence[BlockKey]
-    end: int = maxsize
-    follow: bool = True
-    new: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +52,16 @@ class WriteBack:
     """
 
     tiers: TierSet
-    index: BlockIndex
+    memory: Memory
     epochs: Epochs
     seen_once: LRUKeySet | None
-    _unwritten: deque[Offer] = field(default_factory=deque, init=False)
+    index: BlockIndex = field(init=False)
+    _unwritten: deque[Run] = field(default_factory=deque, init=False)
     _backlog: dict[TierClient, range] = field(default_factory=dict, init=False)
     """A tier that was opened late -> the slots whose blocks are still to be offered to it."""
+
+    def __post_init__(self) -> None:
+        self.index = self.memory.index
 
     # What waits for a step that has time
 
@@ -78,56 +70,50 @@ class WriteBack:
         """Number of chains, and slots of the backlog, that wait to be offered to the tiers."""
         return len(self._unwritten) + sum(map(len, self._backlog.values()))
 
-    def note_saved(self, offer: Offer) -> None:
+    def note_saved(self, run: Run) -> None:
         """Offer what was saved to the tiers, in this step or a later one.
 
         While ranks still check each of their copies, tiers get nothing; afterwards `begin_backlog` finds what there is.
         """
         if self.tiers.clients and self._is_trusted:
-            self._unwritten.append(offer)
+            self._unwritten.append(run)
 
     def note_became_held(self, keys: Sequence[BlockKey], own: Sequence[BlockKey] = ()) -> None:
         """Memory holds these blocks, which were saved before what they need; `own` are noted by themselves."""
         if len(keys) == len(own) and keys[-1:] == [*own[-1:]]:
             return
-        hanging, noted = [], {*own}
-        for key in keys:
-            if key not in noted and self.index.is_side(self.index.slot(key)):
-                hanging.append(key)
-            elif key not in noted and self.index.is_last(key):
-                self.note_saved(Offer(self.index.chain(key)))
-        if hanging:
-            self.note_saved(Offer(hanging, follow=False))
+        noted = {*own}
+        for run in self.memory.runs_that_end_in([key for key in keys if key not in noted]):
+            self.note_saved(run)
 
-    def note_used(self, offer: Offer) -> None:
+    def note_used(self, run: Run) -> None:
         """Blocks of the arena are used: offer them to tiers that get what is used twice, or that may have lost them."""
         if not self._is_trusted:
             return
         if self.seen_once is not None:
-            self.offer(offer)
-        elif self.tiers.shared and (held := self._held(offer)) and self._lacks(held[-1:] if offer.follow else held):
-            self.note_saved(offer)
+            self.offer(run)
+        elif self.tiers.shared and (held := run.held(self.memory.in_slots)).keys and self._lacks(held.kept_by):
+            self.note_saved(run)
 
     def offer_some(self) -> None:
         """Offer waiting blocks to the tiers, the oldest first, without those that memory has dropped since.
 
-        At least one offer is made, and all but `MAX_UNWRITTEN`; the others while the step is not late.
+        At least one run is offered, and all but `MAX_UNWRITTEN`; the others while the step is not late.
         """
         while self._unwritten:
-            offer = self._unwritten.popleft()
-            self.offer(offer)
-            self._count_gone(offer)
+            run = self._unwritten.popleft()
+            self.offer(run)
+            self._count_gone(run)
             if len(self._unwritten) <= MAX_UNWRITTEN and self.tiers.budget.is_late:
                 break
 
-    def _count_gone(self, offer: Offer) -> None:
+    def _count_gone(self, run: Run) -> None:
         """Count what memory has dropped before the tiers were offered it, and they lack."""
-        keys = offer.keys[: offer.end]
-        if not keys or self.seen_once is not None or (offer.follow and self.index.is_held(keys[-1])):
+        if self.seen_once is not None or all(map(self.index.is_held, run.kept_by)):
             return
-        gone = {key for key in keys[offer.new :] if not self.index.is_held(key)}
+        gone = {key for key in run.keys if not self.index.is_held(key)}
         for client in self._writers() if gone else ():
-            lacks = gone.intersection(self._lacked(client, keys, offer.follow, self.tiers.clock()))
+            lacks = gone.intersection(run.lacked(self._written(client)).keys)
             self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
 
     @property
@@ -170,14 +156,14 @@ class WriteBack:
             return True
         if not client.health.may_write or self._room(client) < self._most_per_write(client):
             return False
-        chain = self.index.chain(key)
-        side = [chain.pop()] if self.index.is_side(slot) else []
-        for offer in (Offer(chain), Offer(side, follow=False)):
-            held = self._admitted(self._held(offer), offer.follow)
-            if held and not self._give(client, held, offer.follow, self._room(client)):
+        runs = self.memory.runs_of(key)
+        for run in runs:
+            held = self._admitted(run.held(self.memory.in_slots))
+            if held.names and not self._give(client, held, self._room(client)):
                 return False
         if self.seen_once is not None and sum(slot in slots for slots in self._backlog.values()) == 1:
-            self.seen_once.add([*chain, *side])
+            for run in runs:
+                self.seen_once.add(run.names)
         return True
 
     def clear(self) -> None:
@@ -193,14 +179,6 @@ class WriteBack:
         """How many blocks one write to a tier may have."""
         most = client.executor.most_per_write(self.tiers.arena.slot_bytes)
         return max(1, min(most, self.tiers.arena.least_slots // 2))
-
-    def _held(self, offer: Offer) -> Sequence[BlockKey]:
-        """What memory holds of it now, in slots."""
-        if offer.follow and self.index.space.slot_rows < self.index.num_slots:
-            return ()  # the chain's rows are names, because no layer has full attention
-        if offer.follow:
-            return offer.keys[: self.index.held_prefix(offer.keys, min(offer.end, len(offer.keys)))]
-        return [key for key in offer.keys if self.index.is_held(key)]
 
     def _lacks(self, keys: Sequence[BlockKey]) -> bool:
         """Whether a tier may have lost any of these blocks that memory holds, so that they should be offered again.
@@ -218,78 +196,66 @@ class WriteBack:
 
     # Writing
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, run: Run) -> None:
         """Have every tier store what it lacks of the blocks that memory holds."""
-        held = self._held(offer)
-        admitted = self._admitted(held, offer.follow)
+        held = run.held(self.memory.in_slots)
+        admitted = self._admitted(held)
         if self.seen_once is not None:
-            self.seen_once.add(held)
-        for client in self._writers() if admitted else ():
-            self._give(client, admitted, offer.follow)
+            self.seen_once.add(held.names)
+        for client in self._writers() if admitted.names else ():
+            self._give(client, admitted)
 
-    def _give(self, client: TierClient, held: Sequence[BlockKey], follow: bool, most: int = maxsize) -> bool:
+    def _give(self, client: TierClient, held: Run, most: int = maxsize) -> bool:
         """Have a tier store what it lacks of these blocks, the first `most` of that; whether it lacked no more.
 
         A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
         """
-        lacks = self._lacked(client, held, follow, self.tiers.clock())
-        if lacks and not client.health.may_write:
-            self.tiers.metrics.add("dropped_writes", len(lacks), client.name)
-        elif lacks:
-            before = held[: len(held) - len(lacks)] if follow else None
-            self._write(client, lacks[:most], before, self.epochs.current)
-        return len(lacks) <= most
+        lacks = held.lacked(self._written(client))
+        if lacks.keys and not client.health.may_write:
+            self.tiers.metrics.add("dropped_writes", len(lacks.keys), client.name)
+        elif lacks.keys:
+            self._write(client, lacks.part(0, most), self.epochs.current)
+        return len(lacks.keys) <= most
 
     def _writers(self) -> Iterator[TierClient]:
         """The tiers that get blocks of this epoch."""
         may_share = self.tiers.may_share(self.epochs.current)
         return (client for client in self.tiers.clients if may_share or not client.shared)
 
-    def _admitted(self, held: Sequence[BlockKey], follow: bool) -> Sequence[BlockKey]:
+    def _admitted(self, held: Run) -> Run:
         """What the tiers get of blocks that memory holds: with `"admit": "second-use"` what was offered before."""
-        seen = self.seen_once
-        if seen is None:
+        if self.seen_once is None:
             return held
-        if follow:
-            return held[: next((at for at, key in enumerate(held) if key not in seen), len(held))]
-        return [key for key in held if key in seen]
+        return held.held(Has(partial(_in_a_row, self.seen_once.__contains__, None), self.seen_once.__contains__))
 
-    def _has(self, client: TierClient, key: BlockKey, now: float) -> bool:
-        """Whether a block is being written to the tier, or a shared one was found to hold it."""
+    def _written(self, client: TierClient) -> Has:
+        """Blocks that a tier is known to hold, or that are being written to it."""
+        now = self.tiers.clock()
+        each = partial(self._has, client, now)
+        first = partial(client.put_start, now=now) if not client.shared else None
+        return Has(partial(_in_a_row, each, first), each)
+
+    def _has(self, client: TierClient, now: float, key: BlockKey) -> bool:
         contents = self.tiers.contents[client]
         return key in contents.being_written or (client.shared and contents.believes(key, now))
 
-    def _lacked(self, client: TierClient, keys: Sequence[BlockKey], follow: bool, now: float) -> Sequence[BlockKey]:
-        """Which of `keys` the tier is not known to hold, and are not being written to it.
-
-        If they follow one another, all from the first such one on.
-        """
-        if not follow:
-            return [key for key in keys if not self._has(client, key, now)]
-        start = 0 if client.shared else client.put_start(keys, now)
-        while start < len(keys) and self._has(client, keys[start], now):
-            start += 1
-        return keys[start:]
-
-    def _write(
-        self, client: TierClient, keys: Sequence[BlockKey], before: Sequence[BlockKey] | None, epoch: Epoch
-    ) -> None:
-        """Write blocks in pieces; if they follow those `before`, each piece goes after the one before it."""
+    def _write(self, client: TierClient, run: Run, epoch: Epoch) -> None:
+        """Write blocks in pieces; of a chain each piece goes after the one before it."""
         write_blocks = self._most_per_write(client)
         number = self.index.space.number
-        for start in range(0, len(keys), write_blocks):
-            piece = tuple(keys[start : start + write_blocks])
-            pins = tuple(map(self.index.pin, piece[-1:] if before is not None else piece))
-            slots = [number(slot) for slot in self.index.slots_of(piece)]
-            op = WriteBackOp(piece, self.tiers.arena.bytes_of(slots), pins, epoch)
+        for start in range(0, len(run.keys), write_blocks):
+            piece = run.part(start, start + write_blocks)
+            keys = tuple(piece.keys)
+            pins = tuple(map(self.index.pin, piece.kept_by))
+            slots = [number(slot) for slot in self.index.slots_of(keys)]
+            op = WriteBackOp(keys, self.tiers.arena.bytes_of(slots), pins, epoch)
             op_id = self.tiers.begin(partial(self._end_write, client, op))
-            self.tiers.contents[client].being_written.update(piece)
+            self.tiers.contents[client].being_written.update(keys)
             buffers = [*map(self.tiers.arena.slot_views, slots)]
-            ahead = [*before, *keys[:start]] if before is not None and start else before
-            if not client.submit_put(op_id, piece, buffers, sum(op.sizes), epoch, before=ahead):
+            if not client.submit_put(op_id, keys, buffers, sum(op.sizes), epoch, before=piece.before):
                 self.tiers.withdraw(op_id)
                 self._let_go(client, op)
-                self.tiers.metrics.add("dropped_writes", len(keys) - start, client.name)
+                self.tiers.metrics.add("dropped_writes", len(run.keys) - start, client.name)
                 break
 
     def _end_write(self, client: TierClient, op: WriteBackOp, done: PutDone, now: float) -> None:
@@ -325,3 +291,13 @@ class WriteBack:
         for client, contents in self.tiers.contents.items():
             if keys := [*contents.unshareable]:
                 client.delete(keys)
+
+
+def _in_a_row(
+    has: Callable[[BlockKey], bool],
+    start: Callable[[Sequence[BlockKey]], int] | None,
+    keys: Sequence[BlockKey],
+) -> int:
+    """The number of the first `keys` in a row that a place has; those before `start(keys)` are not asked for."""
+    first = start(keys) if start is not None else 0
+    return next((at for at in range(first, len(keys)) if not has(keys[at])), len(keys))

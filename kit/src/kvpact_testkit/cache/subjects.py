@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.lazy_offload import MIN_WINDOW
-from kvpact.cache.offload import PIECE_BLOCKS
+from kvpact.cache.put_off import PIECE_BLOCKS
 from kvpact.config import load_config
 from kvpact.contract import ExternalCache, ExternalCacheWorker
 from kvpact.errors import TierError
@@ -132,7 +132,7 @@ def pact_cache(
 ) -> CacheUnderTest:
     """kvpact's own cache; with `disk_slots`, a disk tier below it, with `shared`, a shared one. Both outlive a restart.
 
-    `settings` as a user's; `lazy_window` and `piece_blocks` as in its `Offloader`.
+    `settings` as a user's; `lazy_window` and `piece_blocks` as in its `Offloader` and `PutOff`.
     """
     slot_bytes = -(-place.slot_bytes // PAGE_BYTES) * PAGE_BYTES
     namespace = Namespace({"weights": place.weights, "block_size": str(place.block_size)})
@@ -156,7 +156,7 @@ def pact_cache(
         clock=place.clock,
     )
     cache.saves.lazy_window = lazy_window
-    cache.saves.piece_blocks = piece_blocks
+    cache.saves.put_off.piece_blocks = piece_blocks
 
     def held() -> Mapping[str, int]:
         return {

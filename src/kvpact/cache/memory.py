@@ -1,0 +1,113 @@
+"""Memory, as plans, saves and tiers use it: what it has of their runs, what it keeps for them, and room for new ones.
+
+Owns no state besides the index. Knows no plans: who needs room says which may yield.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+
+from kvpact.cache.jobs import PactLedger, PactPlan
+from kvpact.cache.needs.runs import NOTHING, Has, Run, linked, loose
+from kvpact.identity.groups import GroupSet
+from kvpact.identity.keys import BlockKey
+from kvpact.index.block_index import BlockIndex, Pin, Reservation
+from kvpact.index.slot_space import PlainSlots
+from kvpact.memory.arena import Arena
+
+NAMES_PER_SLOT, MAX_NAMES = 64, 1 << 20
+"""Rows of a chain without bytes: for each slot of the side groups' blocks, and at most."""
+
+
+def _never(plan: PactPlan) -> bool:
+    return False
+
+
+@dataclass(eq=False)
+class Memory:
+    """The blocks of one arena, in `index`; plans of `ledger` end if their room is needed."""
+
+    index: BlockIndex
+    ledger: PactLedger
+    has: Has = field(init=False)
+    """Blocks that may be served."""
+    in_slots: Has = field(init=False)
+    """Blocks that may be served and have bytes: a chain's rows are names alone where no layer has full attention."""
+
+    def __post_init__(self) -> None:
+        index = self.index
+        self.has = Has(index.held_prefix, index.is_held)
+        is_named = index.space.slot_rows < index.num_slots
+        self.in_slots = Has(NOTHING.count, index.is_held) if is_named else self.has
+
+    def lease(self, runs: Sequence[Run]) -> list[Pin]:
+        """Pins that keep these runs, of which memory has all; each run gets its slots."""
+        pins: list[Pin] = []
+        for run in runs:
+            if run.is_linked:
+                pin = self.index.pin(run.keys[-1])
+                pins.append(pin)
+                run.slots = self.index.slots_to(pin.slot, len(run.keys))
+            else:
+                held = self.index.pin_each(run.keys)
+                pins += held
+                run.slots = [pin.slot for pin in held]
+        return pins
+
+    def lost_any(self, runs: Sequence[Run]) -> bool:
+        """Whether blocks were dropped since these runs were leased."""
+        return any(run.lost_any(self.index.key_at) for run in runs)
+
+    def know(self, keys: Sequence[BlockKey]) -> int:
+        """The rows of a chain that are known; without bytes they become known now, as far as there is room for keys."""
+        known, index = self.index.known_prefix(keys), self.index
+        if self.in_slots is not self.has and known < len(keys):
+            reservation = index.reserve(keys, known, len(keys))
+            if reservation is not None:
+                index.complete(reservation.slots)
+                return len(keys)
+        return known
+
+    def runs_of(self, key: BlockKey) -> list[Run]:
+        """The chain that ends in a known block; or before it in the row to which it is attached, and the block."""
+        chain = self.index.chain(key)
+        if not self.index.is_side(self.index.slot(key)):
+            return [linked(chain)]
+        return [linked(chain[:-1]), loose([key])]
+
+    def runs_that_end_in(self, keys: Sequence[BlockKey]) -> list[Run]:
+        """Chains of which the last block is one of these, and loose blocks that are."""
+        is_loose = [self.index.is_side(self.index.slot(key)) for key in keys]
+        ends = [key for key, is_one in zip(keys, is_loose, strict=True) if not is_one and self.index.is_last(key)]
+        found = [linked(self.index.chain(key)) for key in ends]
+        return [*found, loose([*compress(keys, is_loose)])] if any(is_loose) else found
+
+    def room_for(self, run: Run, wanted: int, may_yield: Callable[[PactPlan], bool] = _never) -> int:
+        """Slots that so many blocks of a run would get now; if they are too few, plans that `may_yield` end."""
+        reservable = partial(self.index.reservable, run.needed, wanted, run.slot_class)
+        return self.ledger.make_room(reservable, wanted, may_yield)
+
+    def reserve(self, run: Run) -> Reservation | None:
+        """Slots for new blocks, all or none."""
+        if run.is_linked:
+            return self.index.reserve(run.chain, run.start, run.start + len(run.keys))
+        return self.index.reserve_sides(run.keys, run.parents, run.slot_class)
+
+
+def index_of(arena: Arena, groups: GroupSet, classes: Sequence[int]) -> BlockIndex:
+    """An index over the slots of an arena. A chain without bytes has rows of its own, which take no slots."""
+    if groups.chain is not None:
+        space = arena.slot_space(0)
+        chain = classes[groups.chain] if classes else 0
+    else:
+        space = arena.slot_space(min(MAX_NAMES, NAMES_PER_SLOT * arena.num_slots * max(1, *arena.places)))
+        chain = len(arena.places)
+    return BlockIndex(space.num_rows, space=space, classes=len(space.free), chain_class=chain)
+
+
+def number_of(index: BlockIndex) -> Callable[[int], int] | None:
+    """Numbers by which workers know the slots of an index; None if they are the same."""
+    return None if isinstance(index.space, PlainSlots) else index.space.number

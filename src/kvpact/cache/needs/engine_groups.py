@@ -1,0 +1,267 @@
+"""The KV cache groups of one engine's requests: the engine's block tables, and runs of what a step computed.
+
+Applies `identity/groups.py`. Owns which of the engine's blocks are null blocks; changes nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvpact.cache.needs.owed import Computed
+from kvpact.cache.needs.runs import NAMES, Run, runs_of
+from kvpact.contract import BlockHolder, SchedulerContext
+from kvpact.identity.groups import GroupKind, GroupSet
+from kvpact.identity.keys import BlockKey
+from kvpact.identity.tags import BlockTags, Tag
+from kvpact.ranges import BlockRange
+
+logger = logging.getLogger(__name__)
+
+Tables = Sequence[Sequence[int]]
+"""The engine's blocks of a request, by group."""
+
+
+@dataclass(eq=False)
+class EngineGroups:
+    """The KV cache groups of one engine's requests.
+
+    An engine that does not offer a whole scheduler context shows the blocks of one group alone: with side groups
+    nothing is promised or saved then.
+    """
+
+    groups: GroupSet
+    classes: Sequence[int] = ()
+    """Per group the class of its slots; by default all are of one."""
+    class_bytes: Sequence[int] = (1,)
+    """Per class the bytes of a slot."""
+    shows_all: bool = field(init=False)
+    """Whether the engine shows the blocks of every group."""
+    block_size: int = field(init=False)
+    """Tokens of a row."""
+    alignment: int = field(init=False)
+    """A match is a multiple of so many tokens."""
+    match_rows: int = field(init=False)
+    """A match is a multiple of so many rows."""
+    smallest_block: int = field(init=False)
+    """Tokens of the smallest block of any group."""
+    row_bytes: int = field(init=False)
+    """Bytes of a row; 0 if rows have no bytes."""
+    names_first: bool = field(init=False)
+    """Whether the engine's first table is the chain's."""
+    _context: SchedulerContext | None = field(default=None, init=False)
+    _is_null: dict[int, bool] = field(default_factory=dict, init=False)
+    """The engine's block -> whether it is a null block, which it stays. A pool bounds how many there are."""
+
+    def __post_init__(self) -> None:
+        groups = self.groups
+        self.block_size = groups.block_size
+        self.alignment = groups.alignment
+        self.match_rows = groups.alignment // groups.block_size
+        self.smallest_block = min(group.block_size for group in groups.groups)
+        self.shows_all = not groups.sides
+        self.names_first = groups.chain == 0
+        self.row_bytes = self.bytes_of(groups.chain) if groups.chain is not None else 0
+
+    def bind(self, context: BlockHolder) -> None:
+        """The engine offers its block tables."""
+        self._context = context if isinstance(context, SchedulerContext) else None
+        self._is_null.clear()
+        self.shows_all = self._context is not None or not self.groups.sides
+        if not self.shows_all:
+            logger.warning(
+                "kvpact: the model has %d KV cache groups, and this engine does not show the blocks of each: nothing "
+                "is stored or served",
+                len(self.groups.groups),
+            )
+
+    def class_of(self, number: int) -> int:
+        """The class of a group's slots."""
+        return self.classes[number] if self.classes else 0
+
+    def bytes_of(self, number: int) -> int:
+        """Bytes of one block of a group."""
+        return self.class_bytes[self.class_of(number)]
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """The engine's blocks of all groups that so many tokens take."""
+        return sum([-(-num_tokens // group.block_size) for group in self.groups.groups])
+
+    def whole(self, rows: int) -> int:
+        """The most rows, at most so many, that whole blocks of every group make up."""
+        return rows - rows % self.match_rows
+
+    # The engine's tables
+
+    def tables(self, request_id: str, block_ids: Callable[[], Sequence[int]]) -> Tables:
+        """The engine's blocks of a request; `block_ids` gives those of a model with one group."""
+        if not self.groups.sides or self._context is None:
+            return (block_ids(),)
+        return self._context.get_block_ids(request_id)
+
+    def rows_of(self, tables: Tables) -> Sequence[int]:
+        """The engine's blocks of the chain's rows; none if these have no bytes."""
+        return tables[self.groups.chain] if self.groups.chain is not None else ()
+
+    def is_null(self, block_id: int) -> bool:
+        """Whether the engine's table has no block there."""
+        null = self._is_null.get(block_id)
+        if null is None:
+            null = self._is_null[block_id] = self._context is not None and self._context.get_block(block_id).is_null
+        return null
+
+    def not_null(self, block_ids: Sequence[int]) -> list[int]:
+        """Return the blocks in a piece of the engine's table that are there, without null blocks."""
+        for block_id in set(block_ids).difference(self._is_null):
+            self.is_null(block_id)
+        is_null = self._is_null
+        return [block_id for block_id in block_ids if not is_null[block_id]]
+
+    def placed(self, runs: Iterable[Run], tables: Tables) -> list[Run]:
+        """Runs in slots with the engine's blocks; blocks for which the engine has none are left out."""
+        found: list[Run] = []
+        for run in runs:
+            if run.group == NAMES:
+                continue
+            ids = run.block_ids = tables[run.group][run.start : run.start + len(run.slots)]
+            if run.is_linked:
+                found.append(run)
+            else:
+                there = [at for at, block_id in enumerate(ids) if not self.is_null(block_id)]
+                found += [run.part(first, last) for first, last in runs_of(there)]
+        return found
+
+    def loaded_blocks(self, tables: Tables, rows: BlockRange) -> list[int]:
+        """The engine's blocks that a load of these rows has for loose runs; it fills those that the match needs."""
+        size, found = self.groups.block_size, list[int]()
+        for number in self.groups.sides:
+            per_block = self.groups.groups[number].block_size
+            found += self.not_null(tables[number][rows.start * size // per_block : -(-rows.end * size // per_block)])
+        return found
+
+    def filled(self, tables: Tables, before: int, computed: int) -> list[int]:
+        """The engine's blocks of all groups that tokens [before, computed) fill, with the blocks they end in."""
+        filled: list[int] = []
+        for number, group in enumerate(self.groups.groups):
+            blocks = tables[number][before // group.block_size : computed // group.block_size]
+            filled += blocks if number == self.groups.chain else self.not_null(blocks)
+        return filled
+
+    # Steps
+
+    def sound_rows(self, tables: Tables, rows: int, sound: int, loaded_rows: int, tags: BlockTags, tag: Tag) -> int:
+        """The first `rows` of a request whose blocks in all groups have a tag, as far as it still has them.
+
+        So many as `sound` are known to have it; before the windows at `loaded_rows` loose blocks hold nothing.
+        """
+        groups, size = self.groups.groups, self.groups.block_size
+        if self.groups.chain is not None:
+            rows = tags.same_prefix(tables[self.groups.chain], min(sound, rows), tag, rows)
+        for number in self.groups.sides:
+            group, table = groups[number], tables[number]
+            first = max(sound * size // group.block_size, group.needed(loaded_rows * size).start)
+            for block in range(first, min(rows * size // group.block_size, len(table))):
+                if not tags.has(table[block], tag) and not self.is_null(table[block]):
+                    rows = min(rows, self.groups.row_of(number, block))
+                    break
+        return rows
+
+    def attached(
+        self, tables: Tables, rows: range, computed: int, known: int, branches: Sequence[int]
+    ) -> Sequence[tuple[int, int, int]]:
+        """Loose blocks that later requests may need, of those attached to these rows: group, block, engine's block.
+
+        Of the request's `known` tokens so many are `computed`; others may go on from it after `branches`.
+        """
+        groups, found = self.groups, list[tuple[int, int, int]]()
+        computed = min(computed, known)
+        for number in groups.sides:
+            size, table = groups.groups[number].block_size, tables[number]
+            new = range(rows.start * groups.block_size // size, min(computed // size, len(table)))
+            found += [
+                (number, block, table[block])
+                for block in groups.worth_saving(number, new, computed, known, branches)
+                if groups.row_of(number, block) < rows.stop and not self.is_null(table[block])
+            ]
+        return found
+
+    def attached_to(self, loose: Sequence[tuple[int, int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
+        """Return those of loose blocks that are attached to rows [start, end)."""
+        return [each for each in loose if start <= self.groups.row_of(each[0], each[1]) < end]
+
+    def linked_run(self, computed: Computed, keys: Sequence[BlockKey], start: int, end: int) -> Run | None:
+        """Rows [start, end) of what was computed, named `keys`; None if there are none, or they have no bytes."""
+        chain, ids = self.groups.chain, computed.ids[start - computed.first : end - computed.first]
+        if chain is None or start >= end:
+            return None
+        of_class = self.class_of(chain)
+        return Run(chain, start, keys[start:end], keys, range(start, end), of_class, block_ids=tuple(ids))
+
+    def loose_runs(
+        self,
+        computed: Computed,
+        keys: Sequence[BlockKey],
+        rows: int,
+        known: dict[tuple[int, int], BlockKey],
+        tags: BlockTags,
+    ) -> list[Run]:
+        """Loose blocks attached to the first `rows` of what was computed, named, that have its tag. `known` has keys
+        that were made before, and gets others."""
+        named: dict[int, dict[int, tuple[BlockKey, int]]] = {}
+        for number, block, block_id in computed.loose:
+            row = self.groups.row_of(number, block)
+            if row < rows and tags.has(block_id, computed.tag):
+                key = known.get((number, block))
+                if key is None:
+                    key = known[number, block] = self.groups.side_key(keys[row], number, block)
+                named.setdefault(number, {})[block] = key, block_id
+        return [
+            self.loose_run(number, {block: blocks[block] for block in range(start, end)}, keys)
+            for number, blocks in named.items()
+            for start, end in runs_of(sorted(blocks))
+        ]
+
+    def loose_run(self, number: int, blocks: Mapping[int, tuple[BlockKey, int]], chain: Sequence[BlockKey]) -> Run:
+        """Blocks in a row of one group, each with its key and the engine's block."""
+        keys, ids = zip(*blocks.values(), strict=True)
+        rows = [self.groups.row_of(number, block) for block in blocks]
+        start, of_class = min(blocks), self.class_of(number)
+        return Run(number, start, keys, chain, rows, of_class, is_linked=False, block_ids=ids)
+
+    # Matches
+
+    def count(self, runs: Iterable[Run]) -> int:
+        """Blocks of a match that are copied."""
+        return sum([len(run.slots) for run in runs if run.group != NAMES])
+
+    def part_of_match(self, rows: int) -> int:
+        """The most rows, at most so many, that are a match wherever a longer one is; 0 if none is for sure."""
+        return self.whole(rows) if self.reads_all else 0
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether any part of a match is one, because each group keeps all blocks of it."""
+        return all(group.kind is GroupKind.FULL for group in self.groups.groups)
+
+    def first_of(self, runs: Sequence[Run], num_tokens: int) -> list[Run]:
+        """Return the part of a match's runs that one of so many tokens needs, where each group keeps all blocks."""
+        ends = [self.groups.groups[run.group].needed(num_tokens).end - run.start for run in runs]
+        return [run.part(0, end) for run, end in zip(runs, ends, strict=True) if end > 0]
+
+    def may_end_at(self, num_tokens: int) -> bool:
+        """Whether a match may be cut to end there: between two rows, and a state is of use at its block's end alone."""
+        sizes = [group.block_size for group in self.groups.groups if group.kind is GroupKind.STATE]
+        return not any(num_tokens % size for size in (self.groups.block_size, *sizes))
+
+    def bytes_by_tier(
+        self, runs: Iterable[Run], read_from: Mapping[BlockKey, str], otherwise: str
+    ) -> tuple[tuple[str, int], ...]:
+        """Tiers, each with the bytes of loose blocks that it had; those of which `read_from` says nothing are of
+        `otherwise`."""
+        found = Counter[str]()
+        for run in runs:
+            for key in () if run.is_linked else run.keys:
+                found[read_from.get(key, otherwise)] += self.bytes_of(run.group)
+        return tuple(found.items())

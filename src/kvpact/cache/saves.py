@@ -1,0 +1,156 @@
+"""One way of blocks from the engine into memory, whoever owes them: named, given slots, held, ordered, settled.
+
+Blocks come from a step that computed them (`offload.py`), from an earlier one that left them (`put_off.py`), or because
+the engine is about to evict them (`lazy_offload.py`). Owns nothing but the hold on the engine's blocks, which `jobs.py`
+keeps with each save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvpact.cache.jobs import SaveState, TransferJobs
+from kvpact.cache.lazy_offload import LazyOffload
+from kvpact.cache.memory import Memory
+from kvpact.cache.needs.engine_groups import EngineGroups
+from kvpact.cache.needs.owed import Computed, Owed
+from kvpact.cache.needs.runs import NO_BLOCK, linked, loose
+from kvpact.cache.tier_set import TierSet
+from kvpact.cache.waiting import Queue
+from kvpact.cache.writeback import WriteBack
+from kvpact.contract import BlockHolder
+from kvpact.errors import PactViolation
+from kvpact.identity.keys import BlockKey
+from kvpact.identity.tags import BlockTags
+from kvpact.metrics import MEMORY
+
+
+@dataclass(eq=False)
+class Saves:
+    """Saves of one engine's blocks."""
+
+    memory: Memory
+    groups: EngineGroups
+    jobs: TransferJobs
+    tags: BlockTags
+    writeback: WriteBack
+    queue: Queue
+    """The requests that wait for room to read."""
+    tiers: TierSet = field(init=False)
+    lazy: LazyOffload | None = field(default=None, init=False)
+    """None: blocks are saved as they are computed."""
+    context: BlockHolder | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.tiers = self.writeback.tiers
+
+    def bind(self, context: BlockHolder, lazy: LazyOffload | None) -> None:
+        """Hold blocks through `context` while they are copied; a memo `lazy` says when to save them."""
+        self.context, self.lazy = context, lazy
+
+    def save(self, computed: Computed, known: dict[tuple[int, int], BlockKey], now: float) -> tuple[int, int]:
+        """Save computed rows, and what is attached to them, as far as memory has not got them; with lazy saving note
+        them instead.
+
+        Returns the row up to which they have names and the tag, and the number of blocks of the chain that are saved
+        now. `known` has the keys of the loose blocks.
+
+            0          known           sound               named            end
+            | is held  | is saved now  | blocks of another | cannot be      |
+            | already  |               | tag, not stored   | named          |
+        """
+        lazy, groups, start = self.lazy, self.groups, computed.start
+        keys = computed.names.extend(computed.token_ids, computed.end)
+        named = min(computed.end, len(keys))
+        held = min(named, self.memory.index.known_prefix(keys))
+        if held and (held == named or lazy is not None):
+            self.memory.index.touch(keys[held - 1])
+            if self.tiers.clients:
+                self.writeback.note_used(linked(keys[:named]))
+        sound = min(named, computed.sound)
+        if held < computed.first:
+            return start, 0  # the piece before it was not saved
+        run = groups.linked_run(computed, keys, held if lazy is None else min(start, sound), sound)
+        saved = 0
+        if run is not None:
+            is_held = computed.is_held and len(run.keys) == len(computed.ids)
+            saved = self._owe(Owed(computed.request_id, run, is_held=is_held), computed, now)
+        if computed.loose:
+            rows = sound if lazy is not None and groups.row_bytes else self.memory.know(keys[:sound])
+            for run in groups.loose_runs(computed, keys, rows, known, self.tags):
+                parts, used = ([run], ()) if lazy is not None else run.unknown_parts(self.memory.index.__contains__)
+                self.writeback.note_used(loose(used))  # tiers may have lost them
+                for part in parts:
+                    self._owe(Owed(computed.request_id, part), computed, now)
+        return sound, saved
+
+    def _owe(self, owed: Owed, computed: Computed, now: float) -> int:
+        if self.lazy is None:
+            return self.order(owed, now)
+        self.lazy.note(owed.request_id, owed.run, computed.tag)
+        return 0
+
+    def order(self, owed: Owed, now: float) -> int:
+        """Order a save of as many blocks as there is room for, and drop those after them; returns their number."""
+        needed, index = owed.run.needed, self.memory.index
+        if needed == NO_BLOCK:
+            return self._order(owed, now)
+        if needed not in index:
+            self.tiers.metrics.add("dropped_blocks", len(owed.run.keys))
+            return 0
+        before = index.pin(needed)  # else each question about the chain walks to its start
+        try:
+            return self._order(owed, now)
+        finally:
+            index.unpin(before)
+
+    def _order(self, owed: Owed, now: float) -> int:
+        wanted = len(owed.run.keys)
+        room = min(wanted, self.queue.room_to_save(self.memory.room_for(owed.run, wanted)))
+        if room < wanted:
+            self.tiers.metrics.add("dropped_blocks", wanted - room)
+            owed = owed.part(room)
+        if not room:
+            return 0
+        run = owed.run
+        reservation = self.memory.reserve(run)
+        if reservation is None:
+            raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
+        run.slots = reservation.slots
+        self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
+        pin = self.memory.index.pin(run.keys[-1])
+        if self.context is not None and not owed.is_held:
+            for part in filter(None, owed.in_turn):
+                self.context.touch(part)
+        self.jobs.order_save(owed, pin, now)
+        return room
+
+    def settle(self, save: SaveState) -> int:
+        """All ranks have reported: release the engine's blocks, and offer the tiers what was saved; its blocks."""
+        run = save.run
+        self.jobs.end(save)
+        self.release(save)
+        good = save.good()
+        saved = sum(good)
+        became_held = self.memory.index.end_writes(run.slots, good)
+        self.memory.index.unpin(save.pin)
+        metrics = self.tiers.metrics
+        metrics.observe("save_seconds", self.tiers.clock() - save.ordered_at)
+        metrics.add("saved_blocks", saved)
+        metrics.add("dropped_blocks", len(good) - saved)
+        if self.lazy is not None:
+            self.lazy.saved(len(run.block_ids))
+            self.lazy.forget(key for key, is_good in zip(run.keys, good, strict=True) if not is_good)
+        if saved:
+            self.writeback.note_saved(run.stored(saved))
+        self.writeback.note_became_held(became_held, run.keys)
+        return saved
+
+    def release(self, save: SaveState) -> None:
+        """Give back the engine's blocks of a save, if they are held."""
+        if self.context is not None and save.holds:
+            kept, leaving = save.owed.in_turn
+            self.context.free_blocks(kept)
+            if leaving:  # the engine evicts these before all others
+                self.context.free_blocks(leaving, evict_first=True)
+        save.holds = False
