@@ -160,8 +160,10 @@ class SchedulerSide:
         view = self._requests.view(request)
         if self.context is not None:
             self.context.on_new_request(request)
-        if self.mounted is not None and self.mounted.may_serve():
-            self.mounted.cache.on_new_request(view)
+        if self.mounted is not None:
+            self.mounted.apply_notices()
+            if self.mounted.serves:
+                self.mounted.cache.on_new_request(view)
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """The tokens that can be loaded after `num_computed_tokens`; None: ask again later.
@@ -173,7 +175,10 @@ class SchedulerSide:
         mounted = self.mounted
         if self.loads.must_step_aside:
             return None
-        if mounted is None or not mounted.may_serve():
+        if mounted is None:
+            return NO_MATCH
+        mounted.apply_notices()
+        if not mounted.serves:
             return NO_MATCH
         cache = mounted.cache
         match = self._probes.answer(cache, view, num_computed_tokens)
@@ -222,7 +227,8 @@ class SchedulerSide:
         ]
         load = self.loads.admit(view, answer, num_tokens, tables, epochs, found) if num_tokens else None
         try:
-            if not mounted.may_serve():
+            mounted.apply_notices()
+            if not mounted.serves:
                 raise KvpactError("the last reset of the cache failed; nothing is loaded")
             accepted = mounted.cache.commit_external_match(view, answer.match, num_tokens, tables[0])
         finally:
@@ -255,7 +261,8 @@ class SchedulerSide:
         mounted = self.mounted
         if mounted is None:
             return PactMetadata.of(StepMessage())
-        if not mounted.may_serve():
+        mounted.apply_notices()
+        if not mounted.serves:
             self.abandon_step()
             return self.end_broken_step()
         if scheduled:
@@ -310,7 +317,7 @@ class SchedulerSide:
         overdue = mounted is not None and mounted.cache.has_overdue_loads
         taken = self._reports.take(self.context, report, invalid_block_ids, failed_requests, overdue=overdue)
         if taken and mounted is not None:
-            mounted.may_serve()  # blocks reported as saved may be from weights that are gone
+            mounted.apply_notices()  # blocks reported as saved may be from weights that are gone
             self._reports.settle(mounted.cache, mounted.weights.epochs, self.context, invalid_block_ids)
 
     def loads_ended(self, request_ids: Collection[str]) -> None:
@@ -323,7 +330,8 @@ class SchedulerSide:
         context = self.context
         if mounted is None or context is None or not self._computed.is_named_at_end(request):
             return
-        if mounted.may_serve():
+        mounted.apply_notices()
+        if mounted.serves:
             self._computed.note_end(mounted.cache, context, request)
 
     def request_finished(self, request_id: str) -> None:
@@ -337,10 +345,11 @@ class SchedulerSide:
 
     # Whole engine
 
-    def has_pending_work(self) -> bool:
-        """True if vLLM must keep stepping without requests: for the workers' reports, then once for the counts."""
-        pending = self.mounted is not None and self.mounted.has_pending_work()
-        return pending or (self._stats is not None and self._stats.wants_step)
+    def poll_idle(self) -> bool:
+        """Go on without requests; returns True while vLLM must step: for the workers' reports, then once for the
+        counts."""
+        pending = self.mounted is not None and self.mounted.poll_idle()
+        return pending or (self._stats is not None and self._stats.ask_for_step())
 
     def collect_stats(self) -> PactStats | None:
         """`get_kv_connector_stats`: the counts since the last call, for vLLM's own metrics."""
