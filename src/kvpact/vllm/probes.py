@@ -70,6 +70,3 @@ class Probes:
     def request_finished(self, request_id: str) -> None:
         """Forget the request."""
         self._waiting.pop(request_id, None)
-
-
-__all__ = ["Probes"]

@@ -55,7 +55,6 @@ class SchedulerSide:
     ) -> None:
         self._config = fit_to_engine(config, groups, vllm_config)
         self._groups = groups
-        self._several = groups.several
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics = metrics
@@ -148,7 +147,9 @@ class SchedulerSide:
             return
         self._has_statistics = bool(kv_cache_manager.log_stats)
         policy = str(self._vllm_config.scheduler_config.policy)
-        self.context = scheduler_context(kv_cache_manager, policy, self._groups.groups if self._several else None)
+        self.context = scheduler_context(
+            kv_cache_manager, policy, self._groups.groups if self._groups.several else None
+        )
         self.identities.use_engine_hashes(self._vllm_config.cache_config, self.context.hash_block_size)
         if self.mounted is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
@@ -184,7 +185,7 @@ class SchedulerSide:
         match = self._probes.answer(cache, view, num_computed_tokens)
         if match is None or not match.num_tokens:
             return match
-        if self._several and not match.load_kv_async:
+        if self._groups.several and not match.load_kv_async:
             cache.abort_external_match(view.request_id, match, "synchronous")
             raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no report of its blocks")
         if not mounted.copies_are_proven:
@@ -315,8 +316,8 @@ class SchedulerSide:
         """Settle the workers' reports (`update_connector_output`)."""
         mounted = self.mounted
         overdue = mounted is not None and mounted.cache.has_overdue_loads
-        taken = self._reports.take(self.context, report, invalid_block_ids, failed_requests, overdue=overdue)
-        if taken and mounted is not None:
+        received = self._reports.receive(self.context, report, invalid_block_ids, failed_requests, overdue=overdue)
+        if received and mounted is not None:
             mounted.apply_notices()  # blocks reported as saved may be from weights that are gone
             self._reports.settle(mounted.cache, mounted.weights.epochs, self.context, invalid_block_ids)
 
