@@ -44,7 +44,7 @@ class Steps:
         self.spent = base
         told = list[Told | None]()
         for waiter in waiting:
-            told.append(None if self.budget.has_turn(waiter, self.timeout, ASKS_SHARED) else waiter.told)
+            told.append(None if self.budget.grant_turn(waiter, self.timeout, ASKS_SHARED) else waiter.told)
             self.spent += cost if told[-1] is None else 0.0
         self.budget.end_step()
         self.now += self.spent + STEP_SECONDS
@@ -118,10 +118,10 @@ def test_p11_a_crowd_that_memory_answers_is_spread_over_steps_and_none_starves(
             told = []
             for waiter, cost in waiting:
                 before = steps.spent
-                told.append(steps.budget.has_turn(waiter, PATIENCE, ASKS_NOBODY))
+                told.append(steps.budget.grant_turn(waiter, PATIENCE, ASKS_NOBODY))
                 assert told[-1] == (before <= limit or len(told) == 1)
                 steps.spent += cost if told[-1] else 0.0
-            assert steps.budget.has_turn(answered(), PATIENCE, ASKS_NOBODY), "an open promise is only repeated"
+            assert steps.budget.grant_turn(answered(), PATIENCE, ASKS_NOBODY), "an open promise is only repeated"
             lasted = engine_seconds + steps.spent
             steps.now += lasted
             steps.budget.end_step()

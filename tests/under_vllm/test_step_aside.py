@@ -42,9 +42,7 @@ def test_who_is_asked_about_steps_aside_for_one_step_if_loads_have_ended_and_not
     engine.close()
 
 
-def test_nobody_steps_aside_for_long_where_the_cache_serves_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_steps_aside_for_long_where_the_cache_serves_no_more(tmp_path: Path) -> None:
     """After a reset that failed nothing is loaded, and steps end early."""
     engine = PlayedEngine(tmp_path)
     side = engine.connector.scheduler_side
@@ -53,7 +51,7 @@ def test_nobody_steps_aside_for_long_where_the_cache_serves_no_more(
     side.loads.ended.add("behind it")
     assert engine.step() == 0
     assert side.loads.must_step_aside
-    monkeypatch.setattr(side.mounted, "read_notices", lambda: False)
+    side.mounted.weights.serves = False
     played = engine.add(PROMPT)
     engine.run()
     assert played.said == answer(PROMPT, 3)
@@ -94,7 +92,7 @@ def test_who_may_wait_for_room_is_not_declined_by_a_step_without_time(
     engine = PlayedEngine(tmp_path)
     cache = engine.connector.scheduler_side.cache
     assert cache is not None
-    monkeypatch.setattr(StepBudget, "has_turn", no_turn)
+    monkeypatch.setattr(StepBudget, "grant_turn", no_turn)
     monkeypatch.setattr(cache, "may_wait", lambda request_id: True)
     played = engine.add(PROMPT)
     assert [engine.step() for _ in range(3)] == [0, 0, 0]

@@ -100,7 +100,7 @@ def test_h115_before_the_engine_rests_all_counts_are_handed_over_in_one_more_ste
     collector = StatsCollector(metrics.snapshot, lambda: now[0])
 
     def wants_step() -> bool:
-        return collector.wants_step
+        return collector.ask_for_step()
 
     assert not wants_step(), "there was no step"
     collector.collect()

@@ -63,8 +63,9 @@ class StepBudget:
         """Whether the step leaves what tiers have done, and what they are offered, to the next step."""
         return self.charged + perf_counter() - self.hook_began > max(self.limit, self._for_tiers)
 
-    def has_turn(self, waiting: Waiting, timeout: float, cache: ExternalCache) -> bool:
-        """Whether `cache` is asked for the request that is probed now; if not, it is told PUT_OFF or DECLINED.
+    def grant_turn(self, waiting: Waiting, timeout: float, cache: ExternalCache) -> bool:
+        """Grant the request that is probed now its turn at `cache`; returns False, with PUT_OFF or DECLINED noted, if
+        the step has no time.
 
         The probes of many requests are spread over steps. A step answers probes while it is within its budget, and all
         of requests that were answered before. Of the others, those that ask no shared tiers have more time, and each

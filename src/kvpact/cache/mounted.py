@@ -165,15 +165,20 @@ class MountedCache:
         """Whether a step may wait for a load: until then each load is checked while its request waits."""
         return self._arena.standing is Standing.PROVEN
 
-    def read_notices(self) -> bool:
-        """Follow the ranks' notices on weights, adapters and copies, first in each hook; returns whether to serve."""
+    def apply_notices(self) -> None:
+        """Act on the ranks' notices of weights, adapters and copies. Every hook begins with it."""
         self._may_have_counted = True
         if self._arena.standing is Standing.REFUTED:
             self._give_up_for_good()
-            return False
+            return
         for adapter in self._adapters.look() if self._adapters.uses else ():
             self.cache.distrust_adapter(adapter)
-        return self.weights.look()
+        self.weights.look()
+
+    @property
+    def serves(self) -> bool:
+        """True if the cache may be used, as of the last notices."""
+        return self.weights.serves and not self._is_given_up
 
     def _give_up_for_good(self) -> None:
         """A rank has found a wrong copy: nothing that is stored is promised to anybody, and no more is stored."""
@@ -219,8 +224,9 @@ class MountedCache:
         for queue in self.queues:
             queue.flush()
 
-    def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping without requests. At rest `stats_file` is written."""
+    def poll_idle(self) -> bool:
+        """Use late tiers, and at rest write the counts, if configured; returns True while the engine must keep stepping
+        without requests."""
         self.use_late_tiers()
         pending = self.cache.has_pending_work
         if self._stats_file is not None and self._may_have_counted and not pending:

@@ -2,7 +2,7 @@
 
 A request that finds something missing is told "ask again later", and the engine probes it in each step. Something can
 be missing in four places: the digests that its identity needs (the adapter knows), its turn in a step that many
-requests want (`StepBudget.has_turn` knows), blocks in the tiers (`lookup.py` knows), and room in memory to read them
+requests want (`StepBudget.grant_turn` knows), blocks in the tiers (`lookup.py` knows), and room in memory to read them
 into (`Queue` knows). All four tell it here, and all stop at one deadline: P11 counts the seconds that a request waits
 on kvpact, whatever it waits for. Who waits for room waits for those before it, too, which the engine would have
 computed first: its deadline is later by the time that this would have taken.

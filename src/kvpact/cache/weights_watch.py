@@ -29,7 +29,8 @@ class WeightsWatch:
         self._notices: tuple[Notice, ...] = self._reader.look() or ()
         self.changes: tuple[int, ...] = tuple(notice.changes for notice in self._notices)
         """How often the weights of each rank have changed, as of the last look."""
-        self._may_serve = True
+        self.serves = True
+        """False after a reset that failed, until one works."""
         self._before_sleep: tuple[Notice, ...] | None = None
         """The ranks' notices at the engine's last reset, until the engine takes another step."""
         self._words: tuple[int, ...] = tuple(notice.words for notice in self._notices)
@@ -41,7 +42,7 @@ class WeightsWatch:
         notices = self._reader.look()
         if notices is not None:
             self._take(notices)
-        return self._may_serve
+        return self.serves
 
     def reset(self) -> None:
         """The engine resets the cache: its weights will change, or have changed, or it goes to sleep."""
@@ -74,10 +75,10 @@ class WeightsWatch:
 
     def _reset(self) -> None:
         self._before_sleep = None
-        self._may_serve = False
+        self.serves = False
         self.epochs += 1
         self._cache.reset()
-        self._may_serve = True
+        self.serves = True
 
     def _wake(self, asleep: tuple[Notice, ...]) -> None:
         """If each rank woke once, and no step came since the reset, the weights are those from before it."""

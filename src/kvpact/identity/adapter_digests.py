@@ -148,8 +148,9 @@ class AdapterDigests:
             return use, Pending()  # in place: the weights behind the id may change with every request
         return use, self._thread.ask(partial(self._look, path))
 
-    def counts(self, use: AdapterUse, found: AdapterFound) -> bool:
-        """Whether a request with this id computes with what was found, according to the last `look`."""
+    def admit(self, use: AdapterUse, found: AdapterFound) -> bool:
+        """Note the content of a request's adapter; returns False if, by the last `look`, the request computes with
+        another one."""
         if use.is_disputed or self.uses.get(use.number) is not use or not self._holds(use.number, found):
             return False
         if use.found is not None and use.found.stamp != found.stamp:

@@ -17,7 +17,7 @@ from kvpact.memory.layout import PAGE_BYTES
 
 
 @contextlib.contextmanager
-def take_turn(segment: ArenaSegment) -> Iterator[None]:
+def grant_turn(segment: ArenaSegment) -> Iterator[None]:
     """Be the only one that works with a segment's slots, before they have content; a turn ends with its process."""
     descriptor = os.open(f"/proc/self/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -95,6 +95,3 @@ class ComputedTokens:
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         with context.saving(None):
             cache.note_computed(self._requests.view(request), computed, partial(context.chain_of, request.request_id))
-
-
-__all__ = ["ComputedTokens"]

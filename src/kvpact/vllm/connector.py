@@ -292,7 +292,7 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
     @guarded(lambda: False, in_step=False)
     def has_pending_push_work(self) -> bool:
         """True if vLLM must keep stepping until the workers' reports are in. vLLM asks when it has no request left."""
-        return self.scheduler_side.has_pending_work()
+        return self.scheduler_side.poll_idle()
 
     @guarded(lambda: None)
     def requests_begin_again(self, invalid: set[int], tables: Mapping[str, Sequence[int]]) -> None:

@@ -89,7 +89,7 @@ class MediaContents:
         self._most = most
         self._names: OrderedDict[bytes, NamedContent] = OrderedDict()
         self.disputes = 0
-        """Number of times that features came that may differ from earlier ones under the same identifier."""
+        """Number of times that features under a known identifier may have differed from earlier ones."""
 
     def __len__(self) -> int:
         return len(self._names)

@@ -47,7 +47,7 @@ class Probes:
         if view.awaits_identity and waiting.may_wait(now := time.monotonic()):
             waiting.note(Event.LATER, now + max(self._timeout, MIN_IDENTITY_SECONDS))
             return None
-        if not self._budget.has_turn(waiting, self._timeout, cache):
+        if not self._budget.grant_turn(waiting, self._timeout, cache):
             if waiting.told is not Told.DECLINED or cache.may_wait(view.request_id):
                 return None
             cache.decline_external_match(view, num_computed_tokens)
@@ -70,6 +70,3 @@ class Probes:
     def request_finished(self, request_id: str) -> None:
         """Forget the request."""
         self._waiting.pop(request_id, None)
-
-
-__all__ = ["Probes"]

@@ -30,42 +30,40 @@ class Reports:
         if cache is not None:
             cache.distrust_blocks(invalid, tables)
 
-    def take(
+    def receive(
         self,
         context: VllmContext | None,
         report: WorkerReport,
-        invalid_block_ids: set[int],
-        failed_requests: Collection[str],
+        invalid: set[int],
+        lost: Collection[str],
         *,
         overdue: bool,
     ) -> bool:
         """Take in the ranks' reports; returns whether the cache has to settle anything, be it `overdue` loads.
 
-        Nothing was loaded for `failed_requests`. Blocks that a synchronous load left invalid are in the engine's prefix
-        cache already, and so is what was computed from them. All are removed: the request that would recompute them may
-        be gone before it does (H28).
+        Nothing was loaded for the `lost` requests. Blocks that a synchronous load left `invalid` are in the engine's
+        prefix cache already, and so are blocks computed from them. All are removed: the request that would recompute
+        them may be gone before it does (H28).
         """
         if self._unsettled is not None:
             report = self._unsettled.aggregate(report)
-        if not (report.says_something or invalid_block_ids or failed_requests or overdue):
+        if not (report.says_something or invalid or lost or overdue):
             return False
         self._unsettled = report
-        for request_id in failed_requests:
+        for request_id in lost:
             self._loads.lost(request_id)
-        if invalid_block_ids:
-            invalid = self._loads.invalid_with(invalid_block_ids | self._invalid)
+        if invalid:
+            spread = self._loads.invalid_with(invalid | self._invalid)
             self._invalid = set()
             if context is not None:
-                context.evict_published(sorted(invalid))
+                context.evict_published(sorted(spread))
         return True
 
-    def settle(
-        self, cache: ExternalCache, epochs: int, context: VllmContext | None, invalid_block_ids: set[int]
-    ) -> None:
-        """Have the cache settle what `take` has taken in. `epochs` is `WeightsWatch.epochs`."""
-        if invalid_block_ids and context is not None:
+    def settle(self, cache: ExternalCache, epochs: int, context: VllmContext | None, invalid: set[int]) -> None:
+        """Have the cache settle the reports received. `epochs` is `WeightsWatch.epochs`."""
+        if invalid and context is not None:
             tables = {request_id: _chain(context, request_id) for request_id in self._requests.ids}
-            cache.distrust_blocks(invalid_block_ids, tables)
+            cache.distrust_blocks(invalid, tables)
         settlements = cache.apply_report(self._unsettled or WorkerReport({}))
         self._unsettled = None
         for settlement in settlements:
@@ -80,6 +78,3 @@ def _chain(context: VllmContext, request_id: str) -> Sequence[int]:
         return context.get_block_ids(request_id)[0]
     except (PactViolation, KeyError, ValueError):
         return ()
-
-
-__all__ = ["Reports"]

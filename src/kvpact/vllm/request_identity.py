@@ -212,7 +212,7 @@ class VllmRequest:
             )
         use, pending = self._adapter
         self._is_open |= not pending.is_done
-        if pending.value is None or not self._identities.adapters.counts(use, pending.value):
+        if pending.value is None or not self._identities.adapters.admit(use, pending.value):
             return None
         layout = ":3d" if has_3d_adapter(lora) else ""
         name = f"{pending.value.digest}:{self._identities.adapter_kind}{layout}"

@@ -31,8 +31,7 @@ class EngineRequests:
         """The view of vLLM's request; a new one for another request of the same id."""
         view = self._views.get(request.request_id)
         if view is None or view.request is not request:
-            if view is not None:
-                view.release()
+            self.end(request.request_id)
             view = self._views[request.request_id] = VllmRequest(request, self._identities)
         return view
 
@@ -40,6 +39,3 @@ class EngineRequests:
         """Forget the request, if it is there, and cancel digests that only it needs."""
         if (view := self._views.pop(request_id, None)) is not None:
             view.release()
-
-
-__all__ = ["EngineRequests"]

@@ -55,7 +55,6 @@ class SchedulerSide:
     ) -> None:
         self._config = fit_to_engine(config, groups, vllm_config)
         self._groups = groups
-        self._several = groups.several
         self._seal = load_seal(config.record_key_file)
         self._vllm_config = vllm_config
         self._metrics = metrics
@@ -148,7 +147,9 @@ class SchedulerSide:
             return
         self._has_statistics = bool(kv_cache_manager.log_stats)
         policy = str(self._vllm_config.scheduler_config.policy)
-        self.context = scheduler_context(kv_cache_manager, policy, self._groups.groups if self._several else None)
+        self.context = scheduler_context(
+            kv_cache_manager, policy, self._groups.groups if self._groups.several else None
+        )
         self.identities.use_engine_hashes(self._vllm_config.cache_config, self.context.hash_block_size)
         if self.mounted is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
@@ -160,8 +161,10 @@ class SchedulerSide:
         view = self._requests.view(request)
         if self.context is not None:
             self.context.on_new_request(request)
-        if self.mounted is not None and self.mounted.read_notices():
-            self.mounted.cache.on_new_request(view)
+        if self.mounted is not None:
+            self.mounted.apply_notices()
+            if self.mounted.serves:
+                self.mounted.cache.on_new_request(view)
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """The tokens that can be loaded after `num_computed_tokens`; None: ask again later.
@@ -173,13 +176,16 @@ class SchedulerSide:
         mounted = self.mounted
         if self.loads.must_step_aside:
             return None
-        if mounted is None or not mounted.read_notices():
+        if mounted is None:
+            return NO_MATCH
+        mounted.apply_notices()
+        if not mounted.serves:
             return NO_MATCH
         cache = mounted.cache
         match = self._probes.answer(cache, view, num_computed_tokens)
         if match is None or not match.num_tokens:
             return match
-        if self._several and not match.load_kv_async:
+        if self._groups.several and not match.load_kv_async:
             cache.abort_external_match(view.request_id, match, "synchronous")
             raise PactViolation("a load of several KV cache groups is asynchronous: vLLM takes no report of its blocks")
         if not mounted.copies_are_proven:
@@ -222,7 +228,8 @@ class SchedulerSide:
         ]
         load = self.loads.admit(view, answer, num_tokens, tables, epochs, found) if num_tokens else None
         try:
-            if not mounted.read_notices():
+            mounted.apply_notices()
+            if not mounted.serves:
                 raise KvpactError("the last reset of the cache failed; nothing is loaded")
             accepted = mounted.cache.commit_external_match(view, answer.match, num_tokens, tables[0])
         finally:
@@ -255,7 +262,8 @@ class SchedulerSide:
         mounted = self.mounted
         if mounted is None:
             return PactMetadata.of(StepMessage())
-        if not mounted.read_notices():
+        mounted.apply_notices()
+        if not mounted.serves:
             self.abandon_step()
             return self.end_broken_step()
         if scheduled:
@@ -308,9 +316,9 @@ class SchedulerSide:
         """Settle the workers' reports (`update_connector_output`)."""
         mounted = self.mounted
         overdue = mounted is not None and mounted.cache.has_overdue_loads
-        taken = self._reports.take(self.context, report, invalid_block_ids, failed_requests, overdue=overdue)
-        if taken and mounted is not None:
-            mounted.read_notices()  # blocks reported as saved may be from weights that are gone
+        received = self._reports.receive(self.context, report, invalid_block_ids, failed_requests, overdue=overdue)
+        if received and mounted is not None:
+            mounted.apply_notices()  # blocks reported as saved may be from weights that are gone
             self._reports.settle(mounted.cache, mounted.weights.epochs, self.context, invalid_block_ids)
 
     def loads_ended(self, request_ids: Collection[str]) -> None:
@@ -323,7 +331,8 @@ class SchedulerSide:
         context = self.context
         if mounted is None or context is None or not self._computed.is_named_at_end(request):
             return
-        if mounted.read_notices():
+        mounted.apply_notices()
+        if mounted.serves:
             self._computed.note_end(mounted.cache, context, request)
 
     def request_finished(self, request_id: str) -> None:
@@ -337,10 +346,11 @@ class SchedulerSide:
 
     # Whole engine
 
-    def has_pending_work(self) -> bool:
-        """True if vLLM must keep stepping without requests: for the workers' reports, then once for the counts."""
-        pending = self.mounted is not None and self.mounted.has_pending_work()
-        return pending or (self._stats is not None and self._stats.wants_step)
+    def poll_idle(self) -> bool:
+        """Go on without requests; returns True while vLLM must step: for the workers' reports, then once for the
+        counts."""
+        pending = self.mounted is not None and self.mounted.poll_idle()
+        return pending or (self._stats is not None and self._stats.ask_for_step())
 
     def collect_stats(self) -> PactStats | None:
         """`get_kv_connector_stats`: the counts since the last call, for vLLM's own metrics."""

@@ -102,9 +102,9 @@ class StatsCollector:
         """True if `collect` has something to do; if not, call it later, and note that counts are behind."""
         return self._asked_at is not None or self._clock() >= self.due_at
 
-    @property
-    def wants_step(self) -> bool:
-        """True if an engine with nothing else to do must step once more. Not for longer than such a step takes."""
+    def ask_for_step(self) -> bool:
+        """Ask for one more step if counts are behind; returns True while an engine with nothing else to do must make
+        it, which is not for longer than such a step takes."""
         now = self._clock()
         if self._asked_at is None and self.is_behind:
             self._asked_at = now
@@ -118,7 +118,7 @@ class StatsCollector:
     def collect(self) -> PactStats | None:
         """The difference from the last snapshot to the one that the call before this took; None at every other call.
 
-        In a step that `wants_step` asked for, the difference to the counts as they are.
+        In a step that `ask_for_step` asked for, the difference to the counts as they are.
         """
         now = self._clock()
         is_last = self._asked_at is not None

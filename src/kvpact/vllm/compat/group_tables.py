@@ -58,6 +58,3 @@ class StateBlocks:
                 if tokens and tokens % size == 0:
                     found.setdefault(request_id, {}).setdefault(number, {})[tokens // size - 1] = block
         return found
-
-
-__all__ = ["StateBlocks"]

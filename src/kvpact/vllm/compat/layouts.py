@@ -16,6 +16,3 @@ def wanted_layout(kv_layout: str) -> str | None:
     if kv_layout == "engine" or (kv_layout == "auto" and current_platform.is_cpu()):
         return None
     return str(KVCacheLayout[BLOCKS_TOGETHER].name)
-
-
-__all__ = ["wanted_layout"]

@@ -12,7 +12,7 @@ from functools import partial
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
-from kvpact.memory.shared_slots import SharedSlots, take_turn
+from kvpact.memory.shared_slots import SharedSlots, grant_turn
 from kvpact.units import format_size
 from kvpact.worker.device.base import Device
 from kvpact.worker.device.engine import DeviceTransferEngine
@@ -45,7 +45,7 @@ class OpenedDevice(DeviceTransferEngine):
         try:
             self._pin(device, segment)
             super().__init__(paged, segment, device, self._pinned.chunk_bytes[0])
-            with take_turn(segment):
+            with grant_turn(segment):
                 require_round_trip(self, paged, segment, segment.usable_slots)
             stores = config.save != "off" and not isinstance(segment, SharedSlots)
             self.proof = Proof(paged, segment, device, stores=stores, model=model)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpact.memory.arena import ArenaSegment, SlotClass
-from kvpact.memory.shared_slots import take_turn
+from kvpact.memory.shared_slots import grant_turn
 from kvpact.threads import start_background
 from kvpact.units import format_size
 from kvpact.worker.device.base import Device
@@ -141,7 +141,7 @@ class PinnedSlots:
         while not self._ended:
             chunk = self._chunks[self._done]
             self._segment.pages.take(chunk.start, chunk.num_bytes)
-            with take_turn(self._segment):  # several processes at once can fail (vllm#52296)
+            with grant_turn(self._segment):  # several processes at once can fail (vllm#52296)
                 pinned = self._device.register(self._segment.mapped_at + chunk.start, chunk.num_bytes)
             if pinned:
                 told(chunk.usable)
