@@ -1,8 +1,8 @@
 """Opens tiers, each on a thread of its own, and tries those again that cannot be used yet, or not any more.
 
-Owns what comes before the first use of a tier of any kind: it is opened and asked once. A server that is not up, a path
-that is not mounted and a right that is not given yet cost it a pause, never the engine's life. And what comes after
-its place was lost: a folder that is removed, replaced or mounted over costs what was in it, and a new opening.
+Owns the opening of a tier of any kind and its first look-up: a server that is not up, a path that is not mounted and a
+missing right cost it a pause, never the engine's life. And the reopening after its place was lost: a folder that is
+removed, replaced or mounted over costs its content.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Room that is not a tier's own: a file system, a quota, a limit on the size of files with less than its capacity.
+"""Limits outside a tier: a file system, a quota or a limit on the size of files with less room than its capacity.
 
 Owns the errors that mean "full", and the warning at the start. Each tier decides what it evicts then.
 """

@@ -1,6 +1,6 @@
 """Health of one tier as its user sees it: which operations it may be asked for, and why not.
 
-Owns the breakers, the operations that timed out, and which state was logged last. Lives on the thread of the tier's
+Owns the breakers, the operations that timed out, and the state that was logged last. Lives on the thread of the tier's
 user; never does I/O.
 """
 
@@ -59,7 +59,7 @@ class ClientHealth:
     @property
     def cannot_be_tried(self) -> bool:
         """True while the tier is asked nothing, not even by a probe."""
-        return self.is_awaited or self._is_stuck or self._deletions.lost_count
+        return isinstance(self._executor.tier, AwaitedTier) or self._is_stuck or self._deletions.lost_count
 
     @property
     def is_paused(self) -> bool:

@@ -1,6 +1,6 @@
 """Block keys and the time at which each was last reported by a tier, as many as there is room for.
 
-Owns how long such knowledge is believed.
+Owns the seconds for which a report is believed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where tiers are, as URLs such as `disk:///var/cache/kvpact?capacity=200GiB`.
+"""Places of tiers, as URLs such as `disk:///var/cache/kvpact?capacity=200GiB`.
 
 Owns the check of a URL against the rules of its kind, so that a mistake is found before anything is opened, and the
 rule that no credential is ever shown.

@@ -1,7 +1,7 @@
 """Snapshot of the records in a slab that another engine writes, for millions of them, in arrays.
 
-Owns which slot has which block, and which blocks must not be served. Reads no file: it is given the header table piece
-by piece, and says what is new in it.
+Owns the map from blocks to slots, and the blocks that must not be served. Reads no file: `ForeignSlab` passes it the
+header table piece by piece.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the reading of its header table in the background, and of its payloads. The writer may evict or overwrite any
 record at any time: a payload is verified, and if it is not the one that its header described, the header says whether
-it was replaced meanwhile or is damaged. Never writes; what is known of the records, `foreign_records.py` keeps.
+it was replaced meanwhile or is damaged. Never writes; `foreign_records.py` keeps the snapshot of its records.
 """
 
 from __future__ import annotations

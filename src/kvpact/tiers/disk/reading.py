@@ -1,6 +1,6 @@
 """A read of blocks from the slabs of one directory: each from whichever has it.
 
-Owns which of them have arrived, and that none has unless it was verified. Knows no slab.
+Owns the set of blocks that have arrived, each verified. Knows no slab.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the length of the file, its holes, and which slots may be used. Never reads or writes a record.
 
-What must go when the limit falls is what was used least recently, wherever it lies: its slots are parked, which means
+When the limit falls, the least recently used blocks are evicted, wherever they lie: their slots are parked, which means
 that no block gets them, and become holes of the file. Only then the slab claims less of the directory's capacity, so
 other engines never have room that is still taken. A kill in between costs nothing: after it all free slots of a slab
 with holes are parked and punched again. A hole is filled before a block is written there, under the directory's lock,

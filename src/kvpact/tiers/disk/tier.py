@@ -1,7 +1,7 @@
 """The disk tier: blocks in slab files of one namespace, found again after a restart, shared by the engines of one host.
 
-Owns what the slabs are to an engine together: it writes one of them, reads all, and takes its share of the directory's
-capacity. Lookups are answered from memory.
+Owns an engine's use of the slabs: it writes one of them, reads all, and takes its share of the directory's capacity.
+Lookups are answered from memory.
 """
 
 from __future__ import annotations

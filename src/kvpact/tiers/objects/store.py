@@ -1,6 +1,6 @@
 """The tier of object stores: S3 and compatible ones, Google Cloud Storage, Azure, and a directory.
 
-Owns how records are found and stored in packs: blocks written together are one object, a block is a range of its bytes.
+Owns the search for records and their packs: blocks written together are one object, a block is a range of its bytes.
 Expires nothing: that is for the bucket's lifecycle rules, and a record that they removed is a miss.
 """
 

@@ -1,6 +1,6 @@
 """Batches of commands, each sent to the server that has its key, and the deadline of a store's call.
 
-Owns how keys are spread over servers and the error of a failed call. Retries only keys that moved to another server.
+Owns the spread of keys over servers and the error of a failed call. Retries only keys that moved to another server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Map from a key to its Redis server: the only one, the master that Sentinels name, or one of a Cluster's.
 
-Owns this knowledge and how it is obtained. Never moves data between servers.
+Owns the map and its queries. Never moves data between servers.
 """
 
 from __future__ import annotations

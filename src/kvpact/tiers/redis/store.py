@@ -1,7 +1,7 @@
 """Records in Redis or Valkey: one server, a Cluster, or the master that Sentinels name.
 
-Owns how records become keys and values. Never retries a call that failed, trusts nothing that it reads, and unpickles
-nothing.
+Owns the translation of records to keys and values. Never retries a call that failed, trusts nothing that it reads, and
+unpickles nothing.
 """
 
 from __future__ import annotations

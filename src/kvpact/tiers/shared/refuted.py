@@ -1,6 +1,6 @@
 """Runs whose records in a shared store are invalid: each engine that found its own to be so has left a mark there.
 
-Owns the marks' names, and how long an answer about them is believed.
+Owns the marks' names, and the seconds for which an answer about them is believed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tier over any shared store: blocks as records that other engines read and write too.
 
-Owns what is asked, read and written of the store at once, the consequences of its failure, the checks before a block is
-served, and the removal of records that cannot be.
+Owns the batches of look-ups, reads and writes, the consequences of a failing store, the verification of a block before
+it is served, and the removal of invalid records.
 """
 
 from __future__ import annotations
