@@ -32,12 +32,19 @@ def run(subject: str, scenarios: Sequence[str] | None = None, timeout: float = T
     return VllmDriver(connector, config, timeout=timeout).run(scenarios)
 
 
+def shortened(seen: str) -> str:
+    """What was seen, without the name of the layer, further places, and the rest of an engine's last error."""
+    seen = re.sub(r" \([\w.]+\.attn, rank (\d)\)", r" of rank \1", seen)
+    seen = re.sub(r" \(and \d+ more like it\)", "", seen)
+    return re.sub(r"(the engine dies: )execute_model raises (\w+):.*", r"\1\2", seen, flags=re.DOTALL)
+
+
 def findings(report: ConformanceReport) -> str:
     """A table of what is broken."""
     counts = ", ".join(f"{sum(check.verdict is verdict for check in report.checks)} {verdict}" for verdict in Verdict)
     lines = [f"{report.engine}: {counts}.", "", "| scenario | broken | what was seen |", "| --- | --- | --- |"]
     for check in report.broken:
-        seen = check.violations[0].what.replace("|", "\\|")
+        seen = shortened(check.violations[0].what).replace("|", "\\|")
         lines.append(f"| `{check.name}` | {', '.join(one.broken for one in check.violations)} | {seen} |")
     return "\n".join(lines)
 
