@@ -168,6 +168,7 @@ def main() -> None:
             print(f"{title}: {' '.join(path.stem for path in tests)}")
             continue
         with TemporaryDirectory(prefix="kvpact-mistake") as directory:
+            Path(directory).chmod(0o755)  # other users, whom some tests play, read it too
             copy = Path(shutil.copytree(ROOT / "src", Path(directory) / "src"))
             mistake.plant()
             (copy / module).write_text(ast.unparse(ast.fix_missing_locations(tree)))
