@@ -53,7 +53,6 @@ ENGINES = (
     "tests/under_vllm/test_engine_other_caches.py",
     "tests/under_vllm/test_engine_played_device.py",
     "tests/under_vllm/test_engine_releases.py",
-    "tests/under_vllm/test_engine_replicas.py",
     "tests/under_vllm/test_engine_scheduler_class.py",
     "tests/under_vllm/test_engine_simple_cpu_offload.py",
     "tests/under_vllm/test_engine_start.py",

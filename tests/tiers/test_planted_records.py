@@ -191,7 +191,6 @@ def test_h63_a_record_of_many_parts_is_there_with_all_of_them_only(parts_there: 
 HUGE = 32 << 20
 MAX_READ = 3 << 20
 """Bytes, of tables and of the records of one honest object, that a call may read."""
-PLACES = ("s3", "file")
 FIRST = record_name(GROUP, DOCUMENT.keys[0])
 
 
@@ -278,9 +277,11 @@ def object_tier(place: str, s3: Traffic, directory: Path, *, counted: bool) -> S
     return SharedTier(open_objects(parse_tier_url(url)), NAMESPACE, SLOT)
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-@pytest.mark.parametrize("call", ["get", "delete", "scan", "a tool's removal"])
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [("get", "s3"), ("scan", "s3"), *((call, "file") for call in ("get", "delete", "scan", "a tool's removal"))],
+)
 def test_h63_nothing_larger_than_an_honest_object_is_read_to_judge_or_remove_a_planted_one(
     call: str, plant: Callable[[SharedTier], bytes], place: str, s3: Traffic, tmp_path: Path
 ) -> None:

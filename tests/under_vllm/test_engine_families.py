@@ -25,7 +25,6 @@ BLOCKS = 7
 
 ARGUMENTS = {**BLOCK_BY_BLOCK, "kv_cache_memory_bytes": 1 << 28}
 CHUNKS = {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "1"}
-"""Seconds in which the last blocks reach the disk."""
 
 
 def cached_blocks(outputs: list[Output]) -> list[int]:

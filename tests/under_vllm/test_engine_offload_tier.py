@@ -18,6 +18,7 @@ from slab_surgery import SlabSurgery
 from engines import prompt
 from kvpact.tiers.disk.inspection import verify_slab
 from kvpact_testkit.demo.engine import EngineProcess
+from polling import until
 from servers.redis_server import redis_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -183,13 +184,8 @@ def seconds_of(engine: EngineProcess, references: References, number: int) -> fl
 
 def until_loaded(engine: EngineProcess, references: References, numbers: list[int]) -> None:
     """A store that is there again is used again: ask prompts until one comes from it."""
-    until = time.monotonic() + AGAIN_SECONDS
-    for number in numbers:
-        if ask(engine, references, [number], BLOCKS) == [ALL]:
-            return
-        assert time.monotonic() < until, "the store is not used again"
-        time.sleep(1.0)
-    pytest.fail("the store is not used again")
+    left = iter(numbers)
+    until(lambda: ask(engine, references, [next(left)], BLOCKS) == [ALL], AGAIN_SECONDS, "used again", 1.0)
 
 
 @pytest.mark.soak
@@ -211,9 +207,7 @@ def test_h58_a_redis_that_hangs_costs_the_deadline_and_no_more(
         server.pause()
         assert DEADLINE <= seconds_of(engine, references, first[0]) < DEADLINE + cold + SLACK
         server.go_on()
-        time.sleep(1.1)
-        engine.generate([prompt(8199, 0)], max_tokens=1)
-        assert failed_promotions(engine) == 1, "it was a read that hung"
+        until(lambda: engine.generate([prompt(8199, 0)], max_tokens=1) and failed_promotions(engine) == 1)
         until_loaded(engine, references, first[1:])
 
         server.pause()
@@ -223,45 +217,3 @@ def test_h58_a_redis_that_hangs_costs_the_deadline_and_no_more(
         until_loaded(engine, references, again)
 
         assert offloading.lines("mistakes") == []
-
-
-@pytest.mark.soak  # without an engine it is in test_offload_tier.py
-def test_h50_a_disk_keeps_to_its_capacity_and_what_is_old_goes(
-    offloading: Offloading, references: References, tmp_path: Path
-) -> None:
-    capacity = 16 << 20
-    numbers = [*range(8200, 8216)]
-    engine = offloading.engine(SPEC, [disk(tmp_path / "kv", "16MiB")], memory=in_memory(2))
-    for number in numbers:
-        ask(engine, references, [number], BLOCKS, 0)
-        assert sum(512 * path.stat().st_blocks for path in slabs(tmp_path / "kv")) <= capacity
-    wait_until(engine, "written_blocks", BLOCKS * len(numbers))
-    held = capacity // ROW // BLOCKS - 1
-    ask(engine, references, numbers[-held:-2], BLOCKS, ALL)
-    assert sum(ask(engine, references, numbers[:held], BLOCKS)) < held * ALL // 2, "the oldest are gone"
-    assert metric(engine, "evicted_blocks") >= BLOCKS * len(numbers) - capacity // ROW
-    assert offloading.lines("mistakes") == []
-
-
-@pytest.mark.soak
-def test_h59_two_engines_at_once_share_a_folder(offloading: Offloading, references: References, tmp_path: Path) -> None:
-    mine, yours, ours = [*PROMPTS][:2], [*PROMPTS][2:], 8300
-    tiers = [disk(tmp_path / "kv")]
-    one, other = (offloading.engine(SPEC, tiers) for _ in range(2))
-    for my, your in zip(mine, yours, strict=True):
-        one.reset_prefix_cache()
-        other.reset_prefix_cache()
-        one.send_prompts([prompt(my, BLOCKS), prompt(ours, BLOCKS)])
-        other.send_prompts([prompt(your, BLOCKS), prompt(ours, BLOCKS)])
-        for engine, number in ((one, my), (other, your)):
-            for output, its in zip(engine.receive_outputs(), (number, ours), strict=True):
-                assert references.agree(prompt(its, BLOCKS), output)
-    time.sleep(1.0)
-    ask(one, references, yours, BLOCKS, ALL)
-    ask(other, references, mine, BLOCKS, ALL)
-    one.kill()
-    other.kill()
-    engine = offloading.engine(SPEC, tiers)
-    ask(engine, references, [*PROMPTS, ours], BLOCKS, ALL)
-    assert not any(verify_slab(slab).damaged for slab in slabs(tmp_path / "kv"))
-    assert offloading.lines("mistakes") == []

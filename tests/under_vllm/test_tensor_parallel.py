@@ -181,18 +181,3 @@ def test_after_kill_9_nothing_is_left(ranks: Ranks, seen: Seen) -> None:
     assert ranks.engine.process.processes() == {}
     assert orphaned_shared_memory(ranks.before) == set()
     assert slabs_still_locked(ranks.engine.slabs) == []
-
-
-@pytest.mark.soak  # test_http_life.py proves it through the command
-def test_after_kill_9_the_next_engine_loads_all_from_disk(ranks: Ranks, seen: Seen) -> None:
-    if ranks.engine.process.processes():
-        settle(ranks.engine.process)
-        ranks.kill()
-    engine = ranks.start()
-    for tokens, local in zip(ASKED, seen.local_hits, strict=True):
-        loaded = engine.ask(tokens)
-        assert loaded.cached_tokens == BLOCKS * BLOCK
-        assert loaded.same_answer(local)
-    stats = settle(engine.process)
-    assert stats['read_blocks{tier="disk"}'] == BLOCKS * len(ASKED)
-    assert stats["leases_held"] == stats["hook_errors"] == 0
