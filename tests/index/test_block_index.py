@@ -10,7 +10,6 @@ import pytest
 
 from kvpact.errors import PactViolation
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, State
-from kvpact.index.key_table import RowArray
 from kvpact.index.lru import LeastRecentlyUsed
 from kvpact.index.slot_space import PlainSlots
 from kvpact.index.table import Table
@@ -365,21 +364,14 @@ def test_check_notices_a_broken_invariant() -> None:
 
 def test_the_policy_learns_how_deep_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-
-    class Recording(LeastRecentlyUsed):
-        def inserted(self, rows: slice | RowArray, slot_class: int, depth: int, left: int) -> None:
-            calls.append((rows, slot_class, depth, left))
-
-        def attached(self, rows: slice | RowArray, slot_class: int, parents: Sequence[int]) -> None:
-            calls.append((rows, slot_class, *parents))
-
-    monkeypatch.setattr("kvpact.index.table.LeastRecentlyUsed", Recording)
+    monkeypatch.setattr(LeastRecentlyUsed, "inserted", lambda _, *call: calls.append(call))
+    monkeypatch.setattr(LeastRecentlyUsed, "attached", lambda _, *call: calls.append(call))
     index = BlockIndex(10, space=PlainSlots(8, names=2), classes=2, chain_class=1)
     assert index.reserve(chain("abcde"), 0, 0) == Reservation(())
     index.reserve(chain("abcd"), 0, 1)
     index.reserve(chain("abcd"), 1, 2)
     index.reserve_sides([named("S")], [named("ab")], 0)
-    assert calls == [(slice(8, 9), 1, 0, 3), (slice(9, 10), 1, 1, 2), (slice(0, 1), 0, 9)]
+    assert calls == [(slice(8, 9), 1, 0, 3), (slice(9, 10), 1, 1, 2), (slice(0, 1), 0, [9])]
 
 
 def test_only_usable_slots_are_handed_out_and_new_ones_last() -> None:
