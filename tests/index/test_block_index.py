@@ -10,6 +10,7 @@ import pytest
 
 from kvpact.errors import PactViolation
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, Reservation, SlotState
+from kvpact.index.lru import LeastRecentlyUsed
 from kvpact.index.slot_space import PlainSlots
 from kvpact.index.table import Table
 
@@ -359,6 +360,18 @@ def test_check_notices_a_broken_invariant() -> None:
     index.unpin(Pin(named("ab"), 1))
     with pytest.raises(PactViolation, match="lost an invariant: the number of pins"):
         index.check()
+
+
+def test_the_policy_learns_how_deep_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(LeastRecentlyUsed, "inserted", lambda _, *call: calls.append(call))
+    monkeypatch.setattr(LeastRecentlyUsed, "attached", lambda _, *call: calls.append(call))
+    index = BlockIndex(10, space=PlainSlots(8, names=2), classes=2, chain_class=1)
+    assert index.reserve(chain("abcde"), 0, 0) == Reservation(())
+    index.reserve(chain("abcd"), 0, 1)
+    index.reserve(chain("abcd"), 1, 2)
+    index.reserve_sides([named("S")], [named("ab")], 0)
+    assert calls == [(slice(8, 9), 1, 0, 3), (slice(9, 10), 1, 1, 2), (slice(0, 1), 0, [9])]
 
 
 def test_only_usable_slots_are_handed_out_and_new_ones_last() -> None:
