@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from documents import PACKAGES, ROOT
+from documents import PACKAGES, ROOT, load_script
 from kvpact.contract import ExternalCache
 from kvpact_testkit.vllm.releases import RELEASES
 
@@ -358,6 +358,90 @@ def test_files_and_classes_are_small() -> None:
         if size > limit
     ]
     assert too_large == []
+
+
+NEARLY_FULL = 0.8
+"""Of what a file or class may have: more is a sign of something that should move out, with what it owns."""
+
+NEARLY_FULL_ROOMS = {
+    "kvpact.cache.cache.PactCache",
+    "kvpact.cache.lazy_offload",
+    "kvpact.cache.lazy_offload.LazyOffload",
+    "kvpact.cache.ledger",
+    "kvpact.cache.ledger.Ledger",
+    "kvpact.cache.offload",
+    "kvpact.cache.offload.Offloader",
+    "kvpact.cache.prepare.Planner",
+    "kvpact.index.block_index.BlockIndex",
+    "kvpact.index.table",
+    "kvpact.index.table.Table",
+    "kvpact.tiers.client",
+    "kvpact.tiers.client.TierClient",
+    "kvpact.vllm.scheduler_side",
+    "kvpact.vllm.scheduler_side.SchedulerSide",
+    "kvpact_testkit.engine.scheduler.Scheduler",
+}
+"""Files and classes above that. May only shrink; the goal is none but `contract.py`, which is one to read."""
+
+
+def test_no_other_room_is_nearly_full() -> None:
+    found = {
+        name
+        for module, path in all_modules().items()
+        for name, size, limit in sizes(module, path)
+        if size > NEARLY_FULL * limit
+    }
+    assert found - {"kvpact.contract"} <= NEARLY_FULL_ROOMS
+
+
+HOUSE_COUNTS = load_script("scripts/house_counts.py")
+
+MOST = {
+    "several values assigned at once": 421,
+    "walrus operators": 149,
+    "docstrings that begin with a question word": 852,
+    "docstrings that only refer to another": 77,
+}
+"""What `python scripts/house_counts.py` counts in src. Each may only fall.
+
+The goals: 60, 152 (there on commit 0ed8c86c), 150, and none. On that commit they were 430, of which 415 assignments and
+15 loops over a literal; 152; 806, of which 619 begin with the word itself; and 78.
+"""
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_what_the_house_counts_only_falls(name: str) -> None:
+    assert MOST.keys() == HOUSE_COUNTS.COUNTED.keys()
+    found = [*HOUSE_COUNTS.places(HOUSE_COUNTS.COUNTED[name])]
+    assert len(found) <= MOST[name], f"{name}: {len(found)}; `python scripts/house_counts.py -v` says where"
+
+
+SAMPLE = '''
+"""Whether a module begins so."""
+a, b = b, a
+[c, d] = (1, 2)
+e = f = 1, 2
+g, h = pair
+for i, j in ((1, 2), (3, 4)):
+    pass
+k = [l for l, m in [(n := 1, 2)]]
+class Sample:
+    """See `Other`."""
+    field: int
+    """Says which of them it is."""
+    def method(self):
+        """See `Other.method`; this one raises nothing."""
+'''
+
+
+def test_the_counts_find_what_they_should() -> None:
+    lines = {name: [node.lineno for node in find(ast.parse(SAMPLE))] for name, find in HOUSE_COUNTS.COUNTED.items()}
+    assert {name: sorted(found) for name, found in lines.items()} == {
+        "several values assigned at once": [3, 4, 7, 9],
+        "walrus operators": [9],
+        "docstrings that begin with a question word": [2, 13],
+        "docstrings that only refer to another": [11],
+    }
 
 
 def test_constructors_take_few_things() -> None:
