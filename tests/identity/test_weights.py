@@ -276,12 +276,12 @@ def test_h39_files_that_changed_after_a_moment_are_told(model: Path, tmp_path: P
     WeightFiles(tmp_path / "current", DigestMemory(None)).require_older_than(now)
     (tmp_path / "other").symlink_to(shutil.copytree(model, tmp_path / "new"))
     (tmp_path / "other").rename(tmp_path / "current")
-    with pytest.raises(WeightsUnknown, match="current changed after the engine's start"):
+    with pytest.raises(WeightsUnknown, match="current changed after the engine began to start"):
         WeightFiles(tmp_path / "current", DigestMemory(None)).require_older_than(now)
     WeightFiles(model, DigestMemory(None)).require_older_than(now)
     overwrite(model / "extra.bin", 0, 1)
     age(model)
-    with pytest.raises(WeightsUnknown, match=r"extra\.bin changed after the engine's start"):
+    with pytest.raises(WeightsUnknown, match=r"extra\.bin changed after the engine began to start"):
         WeightFiles(model, DigestMemory(None)).require_older_than(now)
 
 

@@ -168,7 +168,7 @@ class WeightFiles:
             if path.lstat().st_ctime_ns > moment_ns or (
                 blob_digest(path) is None and not path.is_dir() and path.stat().st_ctime_ns > moment_ns
             ):
-                raise WeightsUnknown(f"{path} changed after the engine's start; it may have loaded the earlier file")
+                raise WeightsUnknown(f"{path} changed after the engine began to start, which may have loaded another")
 
     def _stamps(self) -> dict[str, FileStamp]:
         return {name: FileStamp.of(path) for name, path in self._files().items()}

@@ -193,8 +193,10 @@ class PactForm(MatchForm):
     def __init__(self, connector: Any) -> None:
         """Raises ConfigError for a method that cannot be called."""
         super().__init__(connector)
-        self._prepare, self._admit = getattr(connector, PREPARE), connector.update_state_after_alloc
-        self._commit, self._abort = Call.of(connector, COMMIT, COMMITS), Call.of(connector, ABORT, ABORTS)
+        self._prepare = getattr(connector, PREPARE)
+        self._admit = connector.update_state_after_alloc
+        self._commit = Call.of(connector, COMMIT, COMMITS)
+        self._abort = Call.of(connector, ABORT, ABORTS)
         self.whole_only = "num_tokens" not in self._commit.arguments
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -221,7 +223,8 @@ class TupleForm(MatchForm):
     def __init__(self, connector: Any, no_blocks: object) -> None:
         """`no_blocks`: the engine's blocks of a request that has none. Raises ConfigError like `PactForm`."""
         super().__init__(connector)
-        self._ask, self._no_blocks = connector.get_num_new_matched_tokens, no_blocks
+        self._ask = connector.get_num_new_matched_tokens
+        self._no_blocks = no_blocks
         self._update = Call.of(connector, "update_state_after_alloc", UPDATES)
         self._update_without_result = Call.of(connector, "update_state_after_alloc", UPDATES[::-1])
         self._abort = Call.of(connector, ABORT, (ABORTS[0], ABORTS[2], ABORTS[1], ABORTS[3]))
