@@ -1,4 +1,4 @@
-"""The pact: what a scheduler and an external KV cache promise each other.
+"""The pact: promises of a scheduler and an external KV cache to each other.
 
 Owns the types that cross the border and the two abstract classes an author implements: `ExternalCache` in the
 scheduler's process, `ExternalCacheWorker` beside each rank's KV memory. Holds no behaviour beyond combining reports.
@@ -83,12 +83,12 @@ class ExternalMatchExit(StrEnum):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether nobody will come back for the match: its leases end in this step."""
+        """True if the engine will not come back for the match: its leases end in this step."""
         return self in DROPPED
 
 
 DROPPED = frozenset([*ExternalMatchExit][[*ExternalMatchExit].index(ExternalMatchExit.OTHER_CONNECTOR) :])
-"""The exits after which a match is over. After all others its plan is kept for a few steps, or until its slots are
+"""Exits that end a match. After all others its plan is kept for a few steps, or until its slots are
 needed: releasing it at once would have the head of the queue prepare again in each step."""
 
 POSTPONED_STEPS = 32
@@ -100,7 +100,7 @@ from disk than with plans kept for ever, with 8 steps 36 % more, with 1 step 64 
 
 
 class EngineRequest(Protocol):
-    """What a cache may ask of an engine's request."""
+    """View of an engine's request for a cache."""
 
     @property
     def request_id(self) -> str:
@@ -112,7 +112,7 @@ class EngineRequest(Protocol):
 
     @property
     def identity(self) -> RequestIdentity | None:
-        """What besides tokens decides the KV content; None if something is unknown: never stored, never served.
+        """Inputs besides tokens that determine the KV content; None if one is unknown: never stored, never served.
 
         The same object while nothing has changed; another one when the request has grown (media of later chunks).
         """
@@ -212,7 +212,7 @@ class JobQuery:
 
 @dataclass(frozen=True, slots=True)
 class StepLookup:
-    """What workers are to look for: `keys` of a request from its first block on, those from the save's start.
+    """Lookup by the workers: `keys` of a request from its first block on, of which those from the save's start.
 
     `job_id` is the save's. What is found is loaded under the number `load_id(job_id)`. The engine has `computed_tokens`
     of the request; this step can skip at most the `max_tokens` tokens after them.
@@ -241,7 +241,7 @@ def load_id(job_id: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What the workers must do in one scheduler step. `extra` is for a cache's own workers, opaque to the engine."""
+    """Work of the workers in one scheduler step. `extra` is for a cache's own workers, opaque to the engine."""
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
@@ -253,7 +253,7 @@ class StepWork:
     now; it reports all blocks of such a job as failed, and that only when it can no longer write to them."""
     extra: object = None
     lookups: tuple[StepLookup, ...] = ()
-    """What workers look for before they begin the step; each belongs to one of `saves` (`SupportsStepLookup`)."""
+    """Lookups by the workers before they begin the step; each belongs to one of `saves` (`SupportsStepLookup`)."""
 
     def failed(self, num_ranks: int) -> WorkerReport:
         """The report of ranks of which none carried out any load or save of this step."""
@@ -281,7 +281,7 @@ class WorkerReport:
 
     ranks: Mapping[int, Mapping[int, JobOutcome]]
     reads: tuple[StoreRead, ...] = ()
-    """What the first rank has read for lookups; the other ranks have read the same."""
+    """Reads by the first rank for lookups; the other ranks have read the same."""
 
     def __bool__(self) -> bool:
         """True: an engine that skips falsy reports would take a silent rank for an agreeing one (H40)."""
@@ -289,7 +289,7 @@ class WorkerReport:
 
     @property
     def says_something(self) -> bool:
-        """Whether any rank reports on a job, or on what it read."""
+        """True if any rank reports on a job, or on a read."""
         return bool(self.reads) or any(self.ranks.values())
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
@@ -322,9 +322,9 @@ class JobTally:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
-        reported, wanted = self._outcomes.values(), len(self._blocks)
-        return len(reported) == self._ranks and {len(each.done) + len(each.failed) for each in reported} <= {wanted}
+        """True once all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
+        sizes = [len(each.done) + len(each.failed) for each in self._outcomes.values()]
+        return len(sizes) == self._ranks and {*sizes} <= {len(self._blocks)}
 
     def loaded(self) -> JobOutcome:
         """For a load: the failed blocks are the hull over ranks, the others arrived."""
@@ -341,7 +341,7 @@ class JobTally:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettlement:
-    """How a committed match ended: every committed block is in one of the two sets, in the request's numbering.
+    """End of a committed match: every committed block is in one of the two sets, in the request's numbering.
 
     With `skipped_tokens` nothing was committed: workers found that many tokens when a step began (`StepLookup`), and
     the engine did not compute them.
@@ -359,7 +359,7 @@ class LoadSettlement:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a cache is made for where kvpact supplies the workers and the slots: `"cache"` in the configuration.
+    """Engine of a cache for which kvpact supplies the workers and the slots: `"cache"` in the configuration.
 
     `block_size` is in tokens; one rank copies at most `slot_bytes` of one block; the cache gives its jobs slots below
     `num_slots`. `namespace` is a digest (32 bytes) of all that gives a block's bytes their meaning but the weights:
@@ -457,16 +457,16 @@ class ExternalCache(ABC):
         """The engine accepted a request; a cache may start looking for its prefix. Default: nothing."""
 
     def still_waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Whether a prepare would again answer "ask again later", where a cache can tell cheaply. Default: no."""
+        """True if a prepare would again answer "ask again later", where a cache knows it cheaply. Default: no."""
         return False
 
     def may_wait(self, request_id: str) -> bool:
-        """Whether the cache itself has begun a deadline for the request that has not passed. Default: no."""
+        """True if the cache itself has begun a deadline for the request that has not passed. Default: no."""
         return False
 
     @property
     def asks_shared(self) -> bool:
-        """Whether `prepare_external_match` asks stores that answer later, which takes time of the step.
+        """True if `prepare_external_match` asks stores that answer later, which takes time of the step.
 
         An engine may then leave some requests to a later step, and decline others for lack of time. Default: no.
         """
@@ -480,7 +480,7 @@ class ExternalCache(ABC):
         """The request was told "ask again later", maybe before a prepare: its deadline runs (P11). Default: none."""
 
     def abandon_step(self, num_ranks: int) -> None:
-        """What the running step has ordered never reaches the workers, and must not be ordered with a later one.
+        """Drop the running step's orders: they never reach the workers, and must not be ordered with a later step.
 
         Default: the step is ended, and a report says that all of it failed on all ranks.
         """
@@ -488,7 +488,7 @@ class ExternalCache(ABC):
 
     @property
     def has_overdue_loads(self) -> bool:
-        """Whether `apply_report` must be called although no rank reported anything. Default: after every step."""
+        """True if `apply_report` must be called although no rank reported anything. Default: after every step."""
         return True
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
@@ -528,20 +528,20 @@ class ExternalCache(ABC):
         self.reset()
 
     def distrust_adapter(self, adapter: str) -> None:
-        """What the engine computed under `adapter`, as identities name it, may belong to another adapter.
+        """Distrust blocks computed under `adapter`, as identities name it: they may belong to another adapter.
 
-        None of it that is not saved yet is saved. What was reported as saved before is the adapter's. Default: a reset.
+        Blocks not saved yet are not saved. Blocks reported as saved before are the adapter's. Default: a reset.
         """
         self.reset()
 
     @property
     def supports_kv_cache_groups(self) -> bool:
-        """Whether the cache stores and loads the blocks of every KV cache group, not only the first. Default: no."""
+        """True if the cache stores and loads the blocks of every KV cache group, not only the first. Default: no."""
         return False
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine should keep stepping although no request is alive. Default: no."""
+        """True while the engine should keep stepping although no request is alive. Default: no."""
         return False
 
     def shutdown(self) -> None:
@@ -588,7 +588,7 @@ class ExternalCacheWorker(ABC):
 
     @abstractmethod
     def report(self) -> WorkerReport:
-        """What happened since the last report; never None, never falsy."""
+        """Report on the jobs since the last one; never None, never falsy."""
 
     def shutdown(self) -> None:
         """Stop all threads and release memory, in bounded time."""

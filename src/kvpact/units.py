@@ -67,8 +67,8 @@ def _parse(value: object, units: Mapping[str, Fraction], base: str, right: str) 
     match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
     unit = (match[2].lower() or base) if match else ""
     if match and f"{unit}b" in units:
-        number, letter = match[1], unit[0].upper()
-        raise ValueError(f'write "{number}{letter}iB" (1024-based) or "{number}{letter}B" (1000-based)')
+        size = f"{match[1]}{unit[0].upper()}"
+        raise ValueError(f'write "{size}iB" (1024-based) or "{size}B" (1000-based)')
     if match is None or unit not in units:
         raise ValueError(right)
     return Fraction(match[1]) * units[unit]

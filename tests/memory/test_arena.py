@@ -110,15 +110,15 @@ def test_attaching_to_what_is_gone_or_elsewhere_says_so() -> None:
     for wrong, message in (
         ({"pid": gone.pid}, "must be alive"),
         ({"descriptor": 9999}, "must be alive"),
-        ({"inode": address.inode + 1}, "is not what"),
-        ({"num_slots": 3}, "is not what"),
+        ({"inode": address.inode + 1}, "is not behind"),
+        ({"num_slots": 3}, "is not behind"),
         ({"boot_id": "another host"}, "another host"),
         ({"pid_namespace": "pid:[1]"}, "another pid namespace"),
     ):
         with pytest.raises(KvpactError, match=message):
             ArenaSegment.attach(dataclasses.replace(address, **wrong))
     segment.close()
-    with pytest.raises(KvpactError, match=r"must be alive|is not what"):
+    with pytest.raises(KvpactError, match=r"must be alive|is not behind"):
         ArenaSegment.attach(address)
 
 

@@ -79,7 +79,7 @@ def test_an_address_with_other_extents_is_not_this_arena() -> None:
     segment = ArenaSegment.create_extents(Extents(3, 4 * PAGE, (PAGE, 2 * PAGE)), 1)
     address = segment.address()
     for wrong in (dataclasses.replace(address, num_slots=4), dataclasses.replace(address, rank_slot_bytes=5 * PAGE)):
-        with pytest.raises(KvpactError, match="is not what"):
+        with pytest.raises(KvpactError, match="is not behind"):
             ArenaSegment.attach(wrong)
     segment.close()
 
@@ -187,13 +187,13 @@ class Nothing:
 
 def test_memory_for_less_than_two_blocks_names_the_least_that_works() -> None:
     assert slots_for(64 * MIB, 4 * MIB, 2) == 8
-    with pytest.raises(ConfigError, match=r"10MiB holds 1 blocks of 8MiB each .*2 ranks.* works is 16MiB"):
+    with pytest.raises(ConfigError, match=r"10MiB holds 1 blocks of 8MiB each .*2 ranks.* set at least 16MiB"):
         slots_for(10 * MIB, 4 * MIB, 2)
 
 
 def test_memory_for_less_than_two_blocks_of_each_class_names_the_least_that_works() -> None:
     with pytest.raises(
-        ConfigError, match=r"23MiB has no room for 2 blocks .* sizes 8MiB, 2MiB .*2 ranks.* works is 24MiB"
+        ConfigError, match=r"23MiB has no room for 2 blocks .* sizes 8MiB, 2MiB .*2 ranks.* set at least 24MiB"
     ):
         extents_for(23 * MIB, (4 * MIB, 0, MIB), 2, ranks_differ=False)
 
@@ -251,7 +251,7 @@ def test_the_least_that_works_does_work(first: int, second: int) -> None:
         except ConfigError as error:
             said = str(error)
             continue
-        assert f"the least that works is {format_size(memory)}," in said
+        assert f"set at least {format_size(memory)};" in said
         assert found.enough
         with ranks_with(sizes, extent_bytes=[found.num_bytes], count=found.count) as arena:
             space = arena.slot_space(0)

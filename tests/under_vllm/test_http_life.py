@@ -499,7 +499,7 @@ def test_h123_what_a_server_killed_in_a_put_leaves_is_shown_and_removed_by_the_n
     shown = subprocess.run(
         ["kvpact", "inspect", tiers], capture_output=True, text=True, check=True, env=os.environ | house.environment
     )
-    assert "in files that are being written, or that killed engines left" in shown.stdout
+    assert "in unfinished files, being written or left by killed engines" in shown.stdout
     hour = house.directory / "hour"
     hour.mkdir()
     (hour / "sitecustomize.py").write_text("import kvpact.tiers.use_clock as clock\nclock.ABANDONED_SECONDS = 1.0\n")

@@ -68,7 +68,7 @@ def test_the_states_of_a_layer_are_one_page() -> None:
     [
         ({"a": (BLOCKS, 4), "b": (BLOCKS, 4)}, (("a",), ("c",)), "layer b is in none of the 2 KV cache groups"),
         ({"a": (BLOCKS, 4), "b": (BLOCKS, 4)}, (("a", "b"), ("b",)), "layer b is in KV cache group 0 and in group 1"),
-        ({}, (("a",), ("b",)), "no layer at all"),
+        ({}, (("a",), ("b",)), "no layer with keys, values or states"),
     ],
 )
 def test_layers_whose_blocks_cannot_be_told_are_refused(memory: Any, groups: Any, message: str) -> None:

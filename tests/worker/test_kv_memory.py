@@ -214,7 +214,7 @@ def test_memory_stays_while_a_copy_hangs_and_the_engine_serves_on() -> None:
     copier = rank.memory.transfers.engine.copier  # type: ignore[attr-defined]
     copier.gather = hanging = Hanging(copier.gather)
     rank.order(save_job(1, [0], [0]), save_job(2, [1], [1]))
-    with pytest.raises(KvpactError, match=r"copies of KV memory go on 0\.1 s after the engine was to give it up"):
+    with pytest.raises(KvpactError, match=r"copies of KV memory go on 0\.1 s after the engine began to release it"):
         rank.worker.suspend()
     hanging.goes_on = True
     assert rank.end(save_job(3, [2], [2])) == {3}, "those that were cancelled have failed"

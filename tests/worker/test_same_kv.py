@@ -187,7 +187,7 @@ def test_memory_of_a_rank_that_is_gone_is_refused_by_name(ranks_of: Callable[...
     gone.close()
     config = load_config({"memory": MEMORY}, {})
     other = CacheWorker(config, RankInfo(1, 2, BLOCKS, sharing=Sharing(1, 2, 2, lambda _: gone.told)), {})
-    with pytest.raises(ConfigError, match="rank 1 is to share the memory of rank 0: the arena of worker process"):
+    with pytest.raises(ConfigError, match="rank 1 cannot share the memory of rank 0: the arena of worker process"):
         other.register_kv_caches(
             {f"layer.{n}": torch.zeros((BLOCKS, TOKENS, LATENT)).bfloat16() for n in range(LAYERS)}
         )

@@ -1,1 +1,1 @@
-"""What decides the content of a block: its key, the weights, the adapter."""
+"""Identity of a block's content: its key, the weights, the adapter."""

@@ -1,12 +1,12 @@
-"""Which weights an adapter's name stands for in the engine, by the content of its files.
+"""Digests of the adapters that an engine computes with, by the content of their files.
 
-Owns the digests of adapters and the rule when a file's content is what the engine computes with. Files are examined and
-read on a separate thread, never on the caller's.
+Owns the digests of adapters and the rule when a file's content is the one that the engine computes with. A separate
+thread examines and reads the files, never the caller's.
 
-vLLM does not tell the scheduler's process when it reads an adapter's files: ahead (`add_lora`, `/v1/load_lora_adapter`,
-`--lora-modules`), when the first request with the id runs, and again after its own cache of `max_cpu_loras` has dropped
-the id. In between it computes with what it read, even if the files have changed. So an adapter counts in two cases
-only:
+vLLM does not report to the scheduler's process when it reads an adapter's files: ahead (`add_lora`,
+`/v1/load_lora_adapter`, `--lora-modules`), when the first request with the id runs, and again after its own cache of
+`max_cpu_loras` has dropped the id. In between it computes with the bytes it read, even if the files have changed. So an
+adapter counts in two cases only:
 
 - **Its files have not changed since this engine started**, and no rank reports that it has loaded the id from files in
   another state. Each reading since the start gave the bytes that are digested here.
@@ -15,11 +15,11 @@ only:
   loads the adapter comes before the report; the requests after it are cached.
 
 Otherwise the requests are neither stored nor served. A rank's report may change during a step that was ordered by the
-earlier one. `look` returns this before the step's report is applied, so that nothing the step computed is stored, and
+earlier one. `look` returns this before the step's report is applied, so that no block of the step is stored, and
 `CacheWorker` reports blocks as invalid that were loaded for an adapter which the step did not run with.
 
 The time of a file's change is its ctime, which no program can set back; a copy keeps the `mtime`. A file server's clock
-may be behind this machine's: files in another state than at an earlier request have changed, whatever the clocks say.
+may be behind this machine's: files in another state than at an earlier request have changed, whatever the clocks show.
 """
 
 from __future__ import annotations
@@ -40,33 +40,31 @@ from kvpact.identity.weights import adapter_digest
 logger = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 256
-"""At most this many adapters are remembered, more than vLLM keeps loaded; the least recently used is forgotten
-first."""
+"""Most adapters remembered, more than vLLM keeps loaded; the least recently used is forgotten first."""
 
 RETRY_SECONDS = 10.0
-"""Files that could not be read are read again for a request that comes at least this much later."""
+"""Seconds after which a request has unreadable files read again."""
 
 
 ANEW: Final = "every rank has loaded the files as they are now: unload the adapter and load it again"
 RESTART: Final = "a restart; with --worker-cls kvpact.vllm.worker.KvpactWorker it is enough to load the adapter again"
-"""What ends the time in which requests with a changed adapter are not cached, with reports of the ranks and without."""
+"""End of the time without caching for a changed adapter, with reports of the ranks and without."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFound:
-    """An adapter's content: a digest of all its files, and the state of the files when they were digested."""
+    """Content of an adapter: a digest of all its files, and the state of the files when they were digested."""
 
     digest: str
     stamp: bytes
-    """See `FilesSeen`."""
+    """Stamp of the files, as in `FilesSeen`."""
     is_unchanged: bool
-    """Whether the files have been in this state since the engine started."""
+    """True if the files have been in this state since the engine started."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSeen:
-    """The result of digesting an adapter's files at `at` (monotonic, seconds). `found` is None if they could not be
-    read."""
+    """Result of digesting an adapter's files at `at` (monotonic, seconds); `found` is None if they were unreadable."""
 
     files: FilesSeen | None
     found: AdapterFound | None
@@ -76,41 +74,43 @@ class AdapterSeen:
 
 @dataclass(eq=False, slots=True)
 class AdapterUse:
-    """One adapter id of the engine. `is_disputed` once two paths were given for it: see `AdapterDigests.ask`."""
+    """Adapter id of the engine. `is_disputed` once two paths were given for it: see `AdapterDigests.ask`."""
 
     number: int
     path: str
     is_disputed: bool = False
     found: AdapterFound | None = None
-    """What counts for the id now; None before anything does."""
+    """Content that counts for the id now; None if there is none."""
     counted: set[str] = field(default_factory=set)
-    """What requests with it were said to compute with."""
+    """Names of adapters under which its requests were cached."""
 
 
 class AdapterDigests:
     """Content digests of LoRA adapters, requested with each engine request and computed in the background."""
 
     def __init__(self, most: int = MAX_ADAPTERS) -> None:
-        """Must be made before the engine can load an adapter. At most `most` adapters are remembered."""
+        """Make it before the engine can load an adapter. At most `most` adapters are remembered."""
         self._began_ns = time.time_ns()
         self._most = most
         self._thread = DigestThread("kvpact-adapter")
         self.uses: OrderedDict[int, AdapterUse] = OrderedDict()
-        # By id. While it is empty, `look` has nothing to tell.
+        """Uses by id; while there are none, `look` returns nothing."""
         self._seen: OrderedDict[str, AdapterSeen] = OrderedDict()
-        """By path; used by the thread only."""
+        """Results by path; for the thread only."""
         self._loaded: LoadedAdapters | None = None
         self._is_reported = True
         self._withdrawn: set[str] = set()
         self.revision = 0
-        """Increases when earlier answers about an adapter may be void, and when new answers are possible."""
+        """Counter, raised when earlier answers about an adapter may be void, and when new answers are possible."""
 
     def __len__(self) -> int:
         return max(len(self.uses), len(self._seen))
 
     def bind(self, loaded: LoadedAdapters | None, *, reported: bool = True) -> None:
-        """Set the ranks' reports of what they have loaded; None once the ranks have ended, and all that was cached with
-        them. `reported`: whether the ranks make reports at all."""
+        """Set the ranks' reports of loaded adapters; None once the ranks have ended, and the cache with them.
+
+        `reported`: the ranks make reports at all.
+        """
         self._is_reported = reported
         if self._loaded is not None:
             self._loaded.close()
@@ -122,20 +122,21 @@ class AdapterDigests:
         self._withdrawn.clear()
 
     def look(self) -> set[str]:
-        """Read the ranks' reports; returns those of the `counted` names that may stand for other content by now."""
+        """Read the ranks' reports; returns the `counted` names that may have other content by now."""
         if self.uses and self._loaded is not None and self._loaded.look():
             self.revision += 1
             for use in self.uses.values():
                 if use.found is not None and not self._holds(use.number, use.found):
                     self._withdraw(use)
-        withdrawn, self._withdrawn = self._withdrawn, set()
+        withdrawn = self._withdrawn
+        self._withdrawn = set()
         return withdrawn
 
     def ask(self, number: int, path: str, *, loads_in_place: bool) -> tuple[AdapterUse, Pending[AdapterFound]]:
-        """The content of the files of a request's adapter, as they are now; no answer if it cannot be determined.
+        """Ask for the content of a request's adapter files, as they are now; no answer if it cannot be determined.
 
-        vLLM uses only the id, `number`, once the adapter is loaded. An id that came with another path before may stand
-        for either, so neither path's requests are cached as long as the id is remembered.
+        vLLM uses only the id, `number`, once the adapter is loaded. An id that came with another path before may mean
+        either, so neither path's requests are cached as long as the id is remembered.
         """
         use = self.uses.setdefault(number, AdapterUse(number, path))
         self.uses.move_to_end(number)
@@ -167,7 +168,8 @@ class AdapterDigests:
 
     def _withdraw(self, use: AdapterUse) -> None:
         self._withdrawn |= use.counted
-        use.found, use.counted = None, set()
+        use.found = None
+        use.counted = set()
         self.revision += 1
 
     def close(self) -> None:
@@ -184,7 +186,8 @@ class AdapterDigests:
         return seen.found
 
     def _digest(self, path: str, known: AdapterSeen | None) -> AdapterSeen:
-        now, directory = time.monotonic(), Path(path).expanduser()
+        now = time.monotonic()
+        directory = Path(path).expanduser()
         was_unchanged = known is None or known.is_unchanged
         try:
             files = look_at_files(directory)

@@ -1,6 +1,6 @@
-"""The state of an adapter's files: which files there are, and when they last changed.
+"""State of an adapter's files: their names and sizes, and the times of their last changes.
 
-Owns the definition of an unchanged state; reads no file content. Used by both halves: no scheduler code.
+Owns the definition of an unchanged state; reads no file content. Used by scheduler and workers: no scheduler code.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from kvpact.identity.loaded_adapters import STAMP_BYTES
 SECOND_NS = 1_000_000_000
 
 REST_NS = 20_000_000
-"""Files that changed at least this long ago get another ctime with the next change: Linux's file clock lags at most 10
-ms."""
+"""Nanoseconds after a change from which the next change gets another ctime: Linux's file clock lags at most 10 ms."""
 
 COARSE_REST_NS = 2 * SECOND_NS
-"""Nanoseconds in place of `REST_NS` on a file system that has whole seconds only."""
+"""Nanoseconds instead of `REST_NS` on a file system with whole seconds only."""
 
 
 @dataclass(frozen=True)
 class FilesSeen:
-    """The state of an adapter's files: which files there are, and when they last changed."""
+    """State of an adapter's files: their names and sizes, and the times of their last changes."""
 
     stamps: tuple[tuple[str, int, int, int, int, int], ...]
     """Name, device, inode, size, mtime and ctime of each, links on the way included."""
     changed_ns: int
-    """In the clock of `time.time_ns`."""
+    """Time of the last change, in the clock of `time.time_ns`."""
 
     @cached_property
     def stamp(self) -> bytes:
-        """A digest of `stamps`."""
+        """Digest of `stamps`."""
         return blake3(repr(self.stamps).encode("utf-8", "surrogateescape")).digest(STAMP_BYTES)
 
     @property
     def at_rest_ns(self) -> int:
-        """From this time on (`time.time_ns`), every change of the files changes their stamps."""
+        """Time (`time.time_ns`) from which every change of the files changes their stamps."""
         is_coarse = self.changed_ns % SECOND_NS == 0
         return self.changed_ns + (COARSE_REST_NS if is_coarse else REST_NS)
 
 
 def look_at_rest(directory: Path) -> FilesSeen | None:
-    """Return the state of an adapter's files once every change of them would change their stamps.
+    """State of an adapter's files, once every change of them would change their stamps.
 
     Waits for up to `REST_NS` if files have just been written; None if that is not enough. Raises OSError if the
     directory cannot be read.
@@ -64,12 +63,13 @@ def look_at_rest(directory: Path) -> FilesSeen | None:
 
 
 def look_at_files(directory: Path) -> FilesSeen:
-    """The state of an adapter's files now, including each link on the way to them.
+    """State of an adapter's files now, including each link on the way to them.
 
     A renamed folder above them counts as changed too: such a folder's ctime is later than its mtime. Raises
     OSError if the directory cannot be read.
     """
-    stamps, changed_ns = [], 0
+    stamps = []
+    changed_ns = 0
     resolved = directory.resolve(strict=True)
     places = [*_places(directory), resolved]
     for file in sorted(resolved.iterdir()):
@@ -87,8 +87,9 @@ def look_at_files(directory: Path) -> FilesSeen:
 
 
 def _places(path: Path, below: Path | None = None) -> Iterator[Path]:
-    """The path, all folders above it (up to `below`), and the same for the target of each link on the way."""
-    todo, done = [path.absolute()], set()
+    """Path, with all folders above it (up to `below`), and the same for the target of each link on the way."""
+    todo = [path.absolute()]
+    done = set[Path]()
     while todo:
         way = todo.pop()
         for place in (way, *way.parents):

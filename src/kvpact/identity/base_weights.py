@@ -1,7 +1,7 @@
-"""Which weights an engine has loaded: what is known by name, and the files that tell the rest.
+"""Identity of the weights that an engine has loaded: names where they are enough, and files for the rest.
 
-Owns when files are evidence of what this process has loaded. What cannot be told is one ConfigError that names
-`model_id`.
+Owns the rule when files are evidence of the weights that this process has loaded. Without evidence there is one
+ConfigError, which names `model_id`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ SET_MODEL_ID = "set `model_id` in kv_connector_extra_config to a name that chang
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The identity of an engine's weights, those of its draft model included, or how to find it."""
+    """Identity of an engine's weights, those of its draft model included, or the files from which to compute it."""
 
     parts: tuple[str | WeightFiles, ...]
-    """What the model, its code and its draft model are, or the files that tell."""
+    """Names of the model, its code and its draft model, or their files."""
 
     @property
     def unread_bytes(self) -> int:
-        """What `identity` has to read. Raises OSError."""
+        """Number of bytes that `identity` has to read. Raises OSError."""
         return sum(part.unread_bytes for part in self.parts if isinstance(part, WeightFiles))
 
     def identity(self, stopped: Callable[[], bool] = lambda: False) -> str:
-        """The identity. Reads files; see `WeightFiles.digest` for what it raises.
+        """Compute the identity. Reads files, and raises like `WeightFiles.digest`.
 
-        Files that changed after this process began are no evidence of what it has loaded: WeightsUnknown.
+        Raises WeightsUnknown if files changed after this process began: they are no evidence of the loaded weights.
         """
         found = []
         for part in self.parts:
@@ -46,12 +46,12 @@ class BaseWeights:
 
 
 def cannot_tell(why: object) -> ConfigError:
-    """What the user gets to read."""
-    return ConfigError(f"cannot tell which weights the engine has: {why}; {SET_MODEL_ID}")
+    """Error for weights that cannot be identified, with the reason."""
+    return ConfigError(f"cannot identify the engine's weights: {why}; {SET_MODEL_ID}")
 
 
 def process_start_ns() -> int:
-    """When this process began, in Unix time: weights are loaded later. 0 where the kernel does not say."""
+    """Start of this process in Unix time, in nanoseconds: weights are loaded later. 0 if it is unknown."""
     try:
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
 """Digests computed on a background thread: submit now, read the answer later.
 
-Owns one background thread and its queue of jobs. Does not know what is digested.
+Owns one background thread and its queue of jobs. Does not know their content.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from kvpact.threads import start_background
 logger = logging.getLogger(__name__)
 
 MAX_JOBS = 1024
-"""At most this many jobs wait for one thread. Each keeps its input alive, so one more is refused."""
+"""Most jobs that wait for one thread. Each keeps its input alive, so one more is refused."""
 
 Answer = TypeVar("Answer")
 
 
 class Pending(Generic[Answer]):
-    """An answer from another thread. `value` is None until `is_done`, and stays None if there is no answer."""
+    """Answer from another thread. `value` is None until `is_done`, and stays None if there is no answer."""
 
     __slots__ = ("__weakref__", "_job", "is_done", "value")
 
     def __init__(self, job: Callable[[], Answer | None] | None = None) -> None:
-        """Without a job there is never an answer."""
+        """`job` computes the answer; without one there is never an answer."""
         self._job = job
         self.value: Answer | None = None
         self.is_done = job is None
 
     def run(self) -> None:
         """Compute the answer, unless the job was cancelled. A job that raises has no answer."""
-        job, self._job = self._job, None
+        job = self._job
+        self._job = None
         try:
             if job is not None:
                 self.value = job()
@@ -41,23 +42,22 @@ class Pending(Generic[Answer]):
             self.is_done = True
 
     def give_up(self) -> None:
-        """Cancel the job and release its input: the answer is not needed any more."""
+        """Cancel the job and release its input, as the answer is not needed any more."""
         self._job = None
 
 
 class DigestThread:
-    """One thread, started with the first job, that runs jobs in order of submission."""
+    """Thread, started with the first job, that runs jobs in order of submission."""
 
     def __init__(self, name: str) -> None:
-        """`name` is shown for the thread; see `start_background`."""
+        """`name` names the thread; see `start_background`."""
         self._name = name
         self._jobs: SimpleQueue[Pending[object] | None] = SimpleQueue()
         self._is_started = False
         self._failures: set[type[BaseException]] = set()
 
     def ask(self, job: Callable[[], Answer | None]) -> Pending[Answer]:
-        """Run `job` in the background. Costs the caller one append to a queue. With `MAX_JOBS` waiting jobs it is
-        refused."""
+        """Run `job` in the background, at the cost of one append to a queue; refused with `MAX_JOBS` waiting jobs."""
         if self._jobs.qsize() >= MAX_JOBS:
             return Pending()
         pending = Pending(job)
@@ -78,5 +78,5 @@ class DigestThread:
             except Exception as error:
                 if type(error) not in self._failures:
                     self._failures.add(type(error))
-                    logger.warning("kvpact: a request is not cached: what it brings has no digest", exc_info=error)
+                    logger.warning("kvpact: a request is not cached: its inputs have no digest", exc_info=error)
             del pending  # so that its result is not kept until the next job comes

@@ -1,11 +1,11 @@
-"""Which blocks of each KV cache group a match needs, and the longest match for which all groups have theirs.
+"""Blocks of each KV cache group that a match needs, and the longest match for which all groups have theirs.
 
-A model's layers form groups that keep different parts of a prefix: all of it, the last tokens of it, or one state at
-its end. Owns the rules of each kind, the names of their blocks, and the search over all groups. Knows no slots and no
-engine.
+A model's layers form groups that keep different parts of a prefix: all of it, its last tokens, or one state at its end.
+Owns the rules of each kind, the names of their blocks, and the search over all groups. Knows no slots and no engine.
 
-The blocks of one group, the *chain group*, are the *rows* of a request's chain. The blocks of the others, the *side
-groups*, hang each on the row in which it ends. A model of one group with full attention has a chain and no side groups.
+The blocks of one group, the *chain group*, are the *rows* of a request's chain. Each block of the others, the *side
+groups*, is attached to the row in which it ends. A model of one group with full attention has a chain and no side
+groups.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvpact.identity.keys import KEY_BYTES, BlockKey
 from kvpact.ranges import BlockRange
 
 FirstMissing = Callable[[int, BlockRange], int | None]
-"""(number of a group, blocks in the group's numbering) -> the first of the blocks that is not resident, if any."""
+"""(number of a group, blocks in the group's numbering) -> first of the blocks that is not resident, if any."""
 
 
 class GroupKind(StrEnum):
-    """What the layers of a group read of the tokens before the one that they compute."""
+    """Earlier tokens that the layers of a group read to compute a token."""
 
     FULL = "full attention"
     """All of them."""
@@ -35,11 +35,11 @@ class GroupKind(StrEnum):
     CHUNK = "chunked local attention"
     """Tokens of the computed token's chunk; chunks are `span` tokens long, from the prompt's first token on."""
     STATE = "state space"
-    """One state, which stands for all of them: a group's block holds that at its end."""
+    """One state for all of them: a group's block holds the state at its end."""
 
     @property
     def has_span(self) -> bool:
-        """Whether a number of tokens says how far back the layers read."""
+        """True if a number of tokens limits how far back the layers read."""
         return self in (GroupKind.WINDOW, GroupKind.CHUNK)
 
 
@@ -51,13 +51,13 @@ class KVCacheGroup:
     block_size: int
     span: int = 0
     drops_last: bool = False
-    """Whether what a block keeps of its last token depends on the token after it.
+    """True if a block's content for its last token depends on the token after it.
 
     So for the layers of an EAGLE or MTP draft model. An engine that names a block by its own tokens drops the last
-    block of a match for this. Here the name covers the next token too, and nothing is dropped.
+    block of a match for this. Here the name covers the next token too, and no block is dropped.
     """
     digest: bytes = bytes(KEY_BYTES)
-    """32 bytes over all that tells the group from others: its layers and what one block of theirs holds."""
+    """Digest of 32 bytes that distinguishes the group: over its layers and the content of one block."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -66,7 +66,7 @@ class KVCacheGroup:
             raise ConfigError(f"a group of {self.kind} cannot have a span of {self.span} tokens")
 
     def first_read(self, num_tokens: int) -> int:
-        """The first token that is read when the tokens from `num_tokens` on are computed; never falls as they grow."""
+        """First token that the layers read to compute the tokens from `num_tokens` on; never falls as they grow."""
         match self.kind:
             case GroupKind.FULL:
                 return 0
@@ -78,10 +78,10 @@ class KVCacheGroup:
                 return max(0, num_tokens - 1)
 
     def needed(self, num_tokens: int) -> BlockRange:
-        """The blocks that a match of `num_tokens` tokens loads; whole blocks, the last one may reach beyond them."""
-        start, end = self.first_read(num_tokens) // self.block_size, -(-num_tokens // self.block_size)
-        if self.first_read(num_tokens) == num_tokens:
-            start = end
+        """Blocks that a match of `num_tokens` tokens loads; whole blocks, the last one may reach beyond them."""
+        first = self.first_read(num_tokens)
+        end = -(-num_tokens // self.block_size)
+        start = end if first == num_tokens else first // self.block_size
         return BlockRange(start, end - start)
 
 
@@ -89,19 +89,19 @@ class KVCacheGroup:
 class GroupSet:
     """All groups of a model, as the engine numbers them.
 
-    `alignment`: a match is a multiple of so many tokens, which whole blocks of each group make up. Raises ConfigError
-    if the sizes of the groups' blocks do not divide one another.
+    `alignment`: number of tokens of which each match is a multiple, whole blocks of each group. Raises ConfigError if
+    the sizes of the groups' blocks do not divide one another.
     """
 
     groups: tuple[KVCacheGroup, ...]
     alignment: int = 1
     chain: int | None = field(init=False, default=None)
-    """The chain group: of those with full attention the one with the smallest blocks. None without any: then the rows
-    of the chain have keys and no bytes, and all groups are side groups."""
+    """Number of the chain group: of those with full attention the one with the smallest blocks. None without any: then
+    the rows of the chain have keys and no bytes, and all groups are side groups."""
     block_size: int = field(init=False, default=0)
     """Tokens of a row."""
     sides: tuple[int, ...] = field(init=False, default=())
-    """The numbers of the side groups."""
+    """Numbers of the side groups."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -117,32 +117,30 @@ class GroupSet:
                     f"multiple of, those of the chain, {block_size}"
                 )
         whole = lcm(*sizes.values())
-        for name, value in (
-            ("alignment", lcm(whole, self.alignment)),
-            ("chain", chain),
-            ("block_size", block_size),
-            ("sides", tuple(number for number in sizes if number != chain)),
-        ):
-            object.__setattr__(self, name, value)
+        sides = tuple(number for number in sizes if number != chain)
+        object.__setattr__(self, "alignment", lcm(whole, self.alignment))
+        object.__setattr__(self, "chain", chain)
+        object.__setattr__(self, "block_size", block_size)
+        object.__setattr__(self, "sides", sides)
 
     @property
     def chain_digest(self) -> bytes:
-        """What the keys of the chain begin with: a model of one group has zeros there, whatever its digest."""
+        """Digest in the root of the chain's keys: zeros for a model of one group, whatever its digest."""
         if len(self.groups) == 1 and self.chain is not None:
             return bytes(KEY_BYTES)
         return blake3(b"".join(group.digest for group in self.groups)).digest()
 
     @property
     def tokens_ahead(self) -> int:
-        """How many tokens after a row its key covers, so that no block depends on a token that its name leaves out."""
+        """Number of tokens after a row that its key covers, so that a key covers every token its blocks depend on."""
         return int(any(group.drops_last for group in self.groups))
 
     def row_of(self, number: int, block: int) -> int:
-        """The row of the chain in which a group's block ends."""
+        """Row of the chain in which a group's block ends."""
         return ((block + 1) * self.groups[number].block_size - 1) // self.block_size
 
     def side_key(self, row_key: BlockKey, number: int, block: int) -> BlockKey:
-        """The key of a side group's block that ends in the row `row_key`."""
+        """Key of a side group's block that ends in the row `row_key`."""
         size = self.groups[number].block_size
         part = block % max(1, self.block_size // size)
         return blake3(row_key + self.groups[number].digest + part.to_bytes(8, "little")).digest()
@@ -150,11 +148,11 @@ class GroupSet:
     def worth_saving(
         self, number: int, new: range, computed: int, known: int, branches: Sequence[int]
     ) -> Sequence[int]:
-        """Return the new blocks of a side group that a later request may need; `computed` of `known` tokens are there.
+        """New blocks of a side group that a later request may need; `computed` of `known` tokens are computed.
 
-        All of a group that reads everything; the state at the end of a step, which leaves no other; and the windows
-        from which a request will go on: at the end of a prompt, of its answer, and where two prompts part, after so
-        many rows as `branches` says. All others would be most of what is stored, and nobody asks for them
+        All of a group with full attention; the state at the end of a step, which leaves no other; and the windows from
+        which a request will go on: at the end of a prompt, of its answer, and where two prompts part, after the numbers
+        of rows in `branches`. The others would be most of the stored blocks, and no request asks for them
         (research/hybrid_trace.py).
         """
         group = self.groups[number]
@@ -169,15 +167,16 @@ class GroupSet:
         return sorted({*last, *(block for tail in tails for block in tail)})
 
     def longest_match(self, max_tokens: int, first_missing: FirstMissing) -> int:
-        """Tokens of the longest prefix, at most `max_tokens`, for which every group has all that it needs.
+        """Tokens of the longest prefix, at most `max_tokens`, for which every group has all blocks that it needs.
 
         Asks about each block at most once. Linear: no group needs a block of a shorter match that a longer one reaches
-        and does not need, so that a missing block ends all matches which reach it.
+        and does not need, so a missing block ends all matches that reach it.
         """
         tokens = max_tokens - max_tokens % self.alignment
         resident_from = [-(-tokens // group.block_size) + 1 for group in self.groups]
-        """For each group: its blocks from there to the end of the current candidate are resident."""
-        agreed, number = 0, 0
+        """First block per group from which all up to the end of the current candidate are resident."""
+        agreed = 0
+        number = 0
         while tokens and agreed < len(self.groups):
             group = self.groups[number]
             wanted = group.needed(tokens)
@@ -185,13 +184,15 @@ class GroupSet:
             missing = first_missing(number, unknown) if unknown.count else None
             resident_from[number] = min(resident_from[number], wanted.start)
             if missing is None:
-                agreed, number = agreed + 1, (number + 1) % len(self.groups)
+                agreed += 1
+                number = (number + 1) % len(self.groups)
             else:
                 reached = missing * group.block_size
-                tokens, agreed = reached - reached % self.alignment, 0
+                tokens = reached - reached % self.alignment
+                agreed = 0
         return tokens
 
 
 def one_group(block_size: int) -> GroupSet:
-    """The groups of a model whose layers all have full attention, and are kept together."""
+    """Groups of a model whose layers all have full attention, in one group."""
     return GroupSet((KVCacheGroup(GroupKind.FULL, block_size),))

@@ -1,7 +1,7 @@
 """Names for blocks: the keys that identify their content, and the namespace that bounds their use.
 
-Owns kvpact's own block keys (SHA-256 over a whole prefix), the namespace digest, and what is kept of keys that were
-made before. Knows no engine: a request's content arrives as plain values.
+Owns kvpact's own block keys (SHA-256 over a whole prefix), the namespace digest, and a store of keys made before. Knows
+no engine: a request's content arrives as plain values.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 BlockKey: TypeAlias = bytes
-"""32 bytes naming one block and every token before it; equal in every process, host and release."""
+"""Name (32 bytes) of one block and every token before it; equal in every process, host and release."""
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
 """Bytes of a token id in the preimage of a key."""
 KEY_FORMAT = 3
-"""Incremented when the preimage of a key changes, so that old and new records never match."""
+"""Version of a key's preimage, incremented with each change, so that old and new records never match."""
 
-RUN_TOKENS, MAX_RUNS = 8192, 256
-"""Tokens of a run, and runs that are kept: two million tokens, in blocks of 16 in 12 MB. See `KnownRuns`."""
+RUN_TOKENS = 8192
+"""Tokens of a run. See `KnownRuns`."""
+MAX_RUNS = 256
+"""Most runs kept: two million tokens, in blocks of 16 in 12 MB."""
 
 
 class KnownRuns(NamedTuple):
-    """Keys that were made before, run by run: in one process an engine's own hashes find again what was hashed.
+    """Keys made before, run by run: in one process an engine's own hashes find them again.
 
-    `runs` has the keys of each and the state after the last, of all requests of an engine, and the first one goes when
+    `runs` has the keys of each run and the state after the last one, of all requests of an engine; the oldest goes when
     there are too many. `hashes`, a list that grows with the request, are the engine's, of blocks of `block_size`
     tokens. If two requests have one salt and an equal hash, they must have all tokens before the end of that block in
-    common, and nothing besides tokens; a request of which this is not sure has no `KnownRuns`.
+    common, and no other inputs; a request without that guarantee has no `KnownRuns`.
 
     The tokens after a prompt's last whole run are hashed again, in blocks of 16 in at most 0.23 ms. With runs of half
-    the size this is halved, and a prompt that nobody had before becomes 3 % dearer.
+    the size this is halved, and a new prompt costs 3 % more.
     """
 
     runs: dict[bytes, tuple[list[BlockKey], _Hash]]
@@ -57,12 +59,12 @@ class KnownRuns(NamedTuple):
     hashes: Sequence[bytes] = ()
 
     def name(self, root: bytes, end: int) -> bytes:
-        """What `runs` calls a run that ends after so many tokens; empty if the engine has no hash of a block there."""
+        """Key in `runs` of a run that ends after so many tokens; empty if the engine has no hash of a block there."""
         blocks, rest = divmod(end, self.block_size)
         return b"" if rest or blocks > len(self.hashes) else root + self.hashes[blocks - 1]
 
     def keep(self, root: bytes, end: int, keys: list[BlockKey], state: _Hash) -> None:
-        """Keep a run that ends after so many tokens, if it has a name; nobody may add to `keys` or to `state`."""
+        """Keep a run that ends after so many tokens, if it has a name; `keys` and `state` must not change later."""
         if name := self.name(root, end):
             self.runs[name] = keys, state
         if len(self.runs) > MAX_RUNS:
@@ -71,7 +73,7 @@ class KnownRuns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """One image, audio clip or video in a prompt: `count` placeholder tokens from `start` on, named by its content."""
+    """Image, audio clip or video in a prompt: `count` placeholder tokens from `start` on, named by its content."""
 
     start: int
     count: int
@@ -80,11 +82,11 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """What decides the content of a request's KV blocks besides token ids.
+    """Inputs of a request besides token ids that determine the content of its KV blocks.
 
     `adapter` names the adapter's weights by content (a digest, never the user's name for it), `salt` separates tenants,
     `media` are the spans whose embeddings replace placeholder tokens, `embeddings` has for each block index a digest of
-    the prompt embeddings that the block takes in place of tokens. `known` decides nothing: it spares work.
+    the prompt embeddings that replace the block's tokens. `known` determines nothing: it saves work.
     """
 
     adapter: str = ""
@@ -94,7 +96,7 @@ class RequestIdentity:
     known: KnownRuns | None = field(default=None, compare=False, repr=False)
 
     def same_root(self, other: RequestIdentity) -> bool:
-        """Whether adapter and salt are equal, which hold for the whole request; media and embeddings may differ."""
+        """True if adapter and salt are equal, which hold for the whole request; media and embeddings may differ."""
         return (self.adapter, self.salt) == (other.adapter, other.salt)
 
 
@@ -107,7 +109,7 @@ def _framed(*parts: bytes) -> bytes:
 def _root_of(
     namespace: bytes, epoch: bytes, group: bytes, block_size: int, ahead: int, adapter: str, salt: str
 ) -> bytes:
-    """What the keys of all requests with this adapter and this salt begin with; few engines have many of them."""
+    """Root of the keys of all requests with this adapter and this salt; few engines have many of them."""
     root = _framed(
         b"kvpact-key",
         KEY_FORMAT.to_bytes(2, "little"),
@@ -123,19 +125,19 @@ def _root_of(
 
 
 class BlockKeys:
-    """The block keys of one request, computed once and extended as the request grows; never recomputed per step.
+    """Block keys of one request, computed once and extended as the request grows; never recomputed per step.
 
     Only full blocks have a key. `namespace` is 32 bytes, `block_size` in tokens, `group` names a KV cache group (32
     bytes; zeros where there is one). A key is the SHA-256 of 64 bytes and all token ids up to the end of its block, 4
-    bytes each, little endian. The 64 bytes are the root and zeros. A block with anything besides tokens begins anew:
-    after it they are the key before the block, and a digest of what the block has. SHA-256 is a chain by itself, so a
-    key costs its own block's tokens, and one call to hash them.
+    bytes each, little endian. The 64 bytes are the root and zeros. A block with other inputs than tokens begins anew:
+    after it they are the key before the block, and a digest of these inputs. SHA-256 is a chain by itself, so a key
+    costs its own block's tokens, and one call to hash them.
 
-    With `ahead` a key covers so many tokens after its block too, and exists once they are known: what the layers of a
-    draft model keep of a token depends on the next one.
+    With `ahead` a key covers so many tokens after its block too, and exists once they are known: the layers of a draft
+    model compute a token's keys and values from the next token too.
 
-    What cannot be encoded so (a token id below 0 or from 2^32 on, text that is not Unicode) has no key: the keys end
-    before the first such block, and nothing is raised (P14).
+    Content that cannot be encoded so (a token id below 0 or from 2^32 on, text that is not Unicode) has no key: the
+    keys end before the first such block, and nothing is raised (P14).
     """
 
     __slots__ = ("_frames", "_hashed", "_identity", "_root", "ahead", "block_size", "ended", "keys")
@@ -151,11 +153,12 @@ class BlockKeys:
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, not {block_size}")
-        self.block_size, self.ahead = block_size, ahead
+        self.block_size = block_size
+        self.ahead = ahead
         self._frames = Struct(f"{TOKEN_BYTES * block_size}s").iter_unpack
         self.keys: list[BlockKey] = []
         self.ended = False
-        """Whether a block without a key was found: no further keys are made, whatever the request brings later."""
+        """True once a block without a key was found: no further keys are made, whatever tokens follow."""
         self._identity = identity
         of_engine = namespace, epoch.value, group, block_size, ahead
         try:
@@ -163,20 +166,23 @@ class BlockKeys:
             root_of = _root_of if is_short else _root_of.__wrapped__
             self._root = root_of(*of_engine, identity.adapter, identity.salt)
         except UnicodeEncodeError:
-            self._root, self.ended = _root_of(*of_engine, "", ""), True
+            self._root = _root_of(*of_engine, "", "")
+            self.ended = True
         self._hashed: _Hash | None = sha256(self._root + _NO_EXTRAS)
-        """Over all that the last key covers; None after keys were dropped."""
+        """State after the last key; None after keys were dropped."""
 
     def count(self, num_tokens: int) -> int:
-        """How many blocks of a request of `num_tokens` tokens have a key, if all its content can be encoded."""
+        """Number of blocks with a key in a request of `num_tokens` tokens, if all its content can be encoded."""
         return max(0, num_tokens - self.ahead) // self.block_size
 
     def extend(self, token_ids: Sequence[int], most: int | None = None) -> list[BlockKey]:
-        """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; return all keys.
+        """Compute the keys of blocks that `token_ids` (the whole request so far) newly completes; returns all keys.
 
-        Not those after the first `most` blocks, unless they are known, so that a caller can spread the work over steps.
+        Computes none after the first `most` blocks, so that a caller can spread the work over steps; known keys are
+        added.
         """
-        size, last = self.block_size, self.count(len(token_ids))
+        size = self.block_size
+        last = self.count(len(token_ids))
         if most is not None and most < last:
             last = most
         known = self._identity.known if not self.ahead else None
@@ -185,7 +191,8 @@ class BlockKeys:
         if (first := len(self.keys)) >= last or self.ended:
             return self.keys
         packed = _packed(self._packable(token_ids[first * size : last * size + self.ahead]))
-        nbytes, after = TOKEN_BYTES * size, TOKEN_BYTES * self.ahead
+        nbytes = TOKEN_BYTES * size
+        after = TOKEN_BYTES * self.ahead
         count = (len(packed) - after) // nbytes
         if count < 1:
             return self.keys
@@ -196,10 +203,12 @@ class BlockKeys:
             if not first:
                 hashed.update(packed[:after])
             packed = packed[after : after + count * nbytes]
-            update, digest, keys, run = hashed.update, hashed.digest, self.keys, max(1, RUN_TOKENS // size)
+            digest = hashed.digest
+            keys = self.keys
+            run = max(1, RUN_TOKENS // size)
             while packed:
                 to_end = nbytes * (run - len(keys) % run)
-                made = [digest() for _ in starmap(update, self._frames(packed[:to_end]))]
+                made = [digest() for _ in starmap(hashed.update, self._frames(packed[:to_end]))]
                 keys += made
                 packed = packed[to_end:]
                 if known is not None and not len(keys) % run:
@@ -208,8 +217,9 @@ class BlockKeys:
         return self.keys
 
     def _take_known(self, known: KnownRuns, last: int) -> None:
-        """Add the keys of runs that were made before, each as a whole, and none after the first `last` blocks."""
-        keys, run = self.keys, max(1, RUN_TOKENS // self.block_size)
+        """Add the keys of known runs, each as a whole, and none after the first `last` blocks."""
+        keys = self.keys
+        run = max(1, RUN_TOKENS // self.block_size)
         while (end := len(keys) - len(keys) % run + run) <= last:
             found = known.runs.get(known.name(self._root, end * self.block_size))
             if found is None:
@@ -218,7 +228,7 @@ class BlockKeys:
             self._hashed = found[1].copy()
 
     def _extend_with_extras(self, hashed: _Hash, packed: memoryview, count: int, after: int) -> _Hash:
-        """Add keys of `count` blocks, some of which have something besides tokens; return the new state."""
+        """Add keys of `count` blocks, some of which have other inputs than tokens; returns the new state."""
         nbytes = TOKEN_BYTES * self.block_size
         for at in range(0, count * nbytes, nbytes):
             try:
@@ -234,8 +244,9 @@ class BlockKeys:
         return hashed
 
     def _hashed_again(self, token_ids: Sequence[int]) -> _Hash:
-        """The state after the last key, from the tokens before it."""
-        begin, extras = 0, _NO_EXTRAS
+        """State after the last key, from the tokens before it."""
+        begin = 0
+        extras = _NO_EXTRAS
         for block in reversed(range(len(self.keys))):
             if (extras := self._extras(self._identity, block)) != _NO_EXTRAS:
                 begin = block
@@ -247,38 +258,39 @@ class BlockKeys:
         return hashed
 
     def _packable(self, token_ids: Sequence[int]) -> array[int]:
-        """The token ids of whole blocks and those after them that their keys cover, up to the first that has none.
+        """Token ids of whole blocks, with those after them that their keys cover, up to the first block without a key.
 
-        That is so for an id that does not fit into 4 bytes.
+        That is one with an id that does not fit into 4 bytes.
         """
         try:
             return array("I", token_ids)  # one call, because the scheduler's thread waits for it
         except _NAMELESS:
             self.ended = True
-            sound = next((at for at, token in enumerate(token_ids) if not _fits(token)), 0)
-            return array("I", token_ids[: self.count(sound) * self.block_size + min(self.ahead, sound)])
+            fitting = next((at for at, token in enumerate(token_ids) if not _fits(token)), 0)
+            return array("I", token_ids[: self.count(fitting) * self.block_size + min(self.ahead, fitting)])
 
     def renew(self, identity: RequestIdentity) -> int:
         """Replace the identity of a request that has grown or changed; returns the number of keys that stay valid.
 
-        The others are dropped: `extend` computes them again. Raises ValueError if adapter or salt differ, which a
-        living request cannot change.
+        Drops the others: `extend` computes them again. Raises ValueError if adapter or salt differ, which a live
+        request cannot change.
         """
         if not identity.same_root(self._identity):
             raise ValueError("a request keeps its adapter and its salt; one with others has other block keys")
-        before, kept = self._identity, 0
+        kept = 0
         with suppress(*_NAMELESS):
-            while kept < len(self.keys) and self._extras(identity, kept) == self._extras(before, kept):
+            while kept < len(self.keys) and self._extras(identity, kept) == self._extras(self._identity, kept):
                 kept += 1
         self._identity = identity
         if kept < len(self.keys):
             self._hashed = None
-            self.keys = self.keys[:kept]  # who has the list keeps what was in it
+            self.keys = self.keys[:kept]  # a copy: holders of the old list keep its keys
         return kept
 
     def _extras(self, identity: RequestIdentity, block: int) -> bytes:
-        """A digest of 32 bytes over the block's content besides its tokens, and over that of the tokens ahead."""
-        start, end = block * self.block_size, (block + 1) * self.block_size + self.ahead
+        """Digest of 32 bytes over the block's inputs besides its tokens, and over those of the tokens ahead."""
+        start = block * self.block_size
+        end = start + self.block_size + self.ahead
         parts = [
             _framed(b"media", span.content.encode(), (span.start - start).to_bytes(8, "little", signed=True))
             for span in identity.media
@@ -294,11 +306,11 @@ class BlockKeys:
 _NO_EXTRAS = bytes(KEY_BYTES)
 
 _NAMELESS = (OverflowError, TypeError, UnicodeEncodeError)
-"""Raised by encoding a block without a key."""
+"""Errors of encoding a block without a key."""
 
 
 def _packed(tokens: array[int]) -> memoryview:
-    """`TOKEN_BYTES` a token, little endian."""
+    """Bytes of the tokens, `TOKEN_BYTES` each, little endian."""
     if sys.byteorder == "big":
         tokens.byteswap()
     return memoryview(tokens).cast("B")
@@ -310,29 +322,29 @@ def _fits(token: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that must be equal for two engines to share KV bytes, by name, and the digest over it."""
+    """Facts that must be equal for two engines to share KV bytes, by name, and the digest over them."""
 
     fields: Mapping[str, str]
     model: str = field(default="", compare=False)
-    """What people call the model, for tools. It decides nothing: other names may be given to the same weights."""
+    """Name of the model, for tools. It determines nothing: the same weights may have other names."""
 
     @property
     def digest(self) -> bytes:
-        """32 bytes, independent of the order of the fields."""
+        """Digest of 32 bytes, independent of the order of the fields."""
         return blake3(self.describe().encode()).digest()
 
     @property
     def name(self) -> str:
-        """The first 16 hex digits of the digest: what file names and logs show."""
+        """First 16 hex digits of the digest, for file names and logs."""
         return self.digest.hex()[:16]
 
     def describe(self) -> str:
-        """The fields as canonical JSON; stored beside the data so that a mismatch can be explained."""
+        """Canonical JSON of the fields; stored beside the data so that a mismatch can be explained."""
         return json.dumps(dict(sorted(self.fields.items())), separators=(",", ":"), ensure_ascii=True)
 
     @property
     def for_people(self) -> Namespace:
-        """The fields with the model's name among them, as tools show them."""
+        """Namespace with the model's name among its fields, as tools show it."""
         return Namespace({"model": self.model, **self.fields} if self.model else self.fields)
 
     @classmethod
@@ -345,7 +357,7 @@ class Namespace:
         return cls(fields)
 
     def differences(self, other: Namespace) -> list[str]:
-        """One readable line for each field in which the two differ."""
+        """Lines for people, one for each field in which the two differ."""
         names = sorted({*self.fields, *other.fields})
         return [
             f"{name}: {self.fields.get(name, '(absent)')} here, {other.fields.get(name, '(absent)')} there"

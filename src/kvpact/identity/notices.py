@@ -1,7 +1,7 @@
-"""What a rank reports of its weights in its segment's last page: that they change, their word, that it woke with them.
+"""Reports of a rank on its weights in its segment's last page: changes, their version, and waking with the same ones.
 
-Owns the page's layout up to `WORD_END`. A worker writes it at any time; the scheduler's half compares one number per
-rank in every hook, without a system call.
+Owns the page's layout up to `WORD_END`. A worker writes it at any time; the scheduler side compares one number per rank
+in every hook, without a system call.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from dataclasses import dataclass
 from zlib import crc32
 
 HEAD_BYTES = 64
-"""A cache line."""
+"""Bytes of the head: a cache line."""
 
 SAID, CHANGES, WAKES, WORDS, WORD_CHANGES, WORD_LENGTH, WORD_CHECK, JUDGED_FROM = range(8)
 """Places of the numbers in the head, 8 bytes each, in the machine's byte order.
 
-The last one is the scheduler's word to the rank: see `kvpact.memory.arena.ArenaSegment.judged_from`.
+The scheduler writes the last one: see `kvpact.memory.arena.ArenaSegment.judged_from`.
 
 `SAID` is the sum of the next three and is written last; if another processor sees it earlier, the sum is wrong until
 the rest arrives.
 """
 
 MAX_WORD_BYTES = 1024
-"""A word for weights in UTF-8: a commit, a path, the name of a training run with its step."""
+"""Most bytes of a weights version in UTF-8: a commit, a path, the name of a training run with its step."""
 
 WORD_END = HEAD_BYTES + MAX_WORD_BYTES
-"""The rest of the page belongs to `kvpact.identity.loaded_adapters`."""
+"""Offset of the rest of the page, which belongs to `kvpact.identity.loaded_adapters`."""
 
 
 NOT_SEEN = -1
-"""No valid sum."""
+"""Number that is no valid sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What one rank reports now."""
+    """Report of one rank now."""
 
     changes: int = 0
     """Number of times that a change of the weights began or ended since the rank started."""
     wakes: int = 0
-    """Number of times that the rank woke with exactly the weights with which it was put to sleep."""
+    """Number of times that the rank woke with exactly the weights with which it went to sleep."""
     words: int = 0
-    """Number of times that a word for the weights was set."""
+    """Number of times that a weights version was set."""
     word: str = ""
-    """The word for the current weights; empty if none was set since they changed."""
+    """Version of the current weights; empty if none was set since they changed."""
 
 
 class NoticeWriter:
-    """A rank's writer of its own page, the only one."""
+    """Only writer of a rank's page, in the rank."""
 
     def __init__(self, page: memoryview) -> None:
         self._head = page[:HEAD_BYTES].cast("Q")
@@ -67,13 +67,13 @@ class NoticeWriter:
         return self._head[WORDS]
 
     def weights_change(self) -> None:
-        """The weights are about to change, or have changed: their word is void."""
+        """Report that the weights are about to change, or have changed: their version is void."""
         with self._lock:
             self._head[CHANGES] += 1
             self._head[SAID] += 1
 
     def set_word(self, word: str) -> None:
-        """The weights as they are now are `word`. Raises ValueError for an empty word and for one that is too long."""
+        """Report `word` as the version of the current weights. Raises ValueError for an empty or too long one."""
         text = word.encode()
         if not 0 < len(text) <= MAX_WORD_BYTES:
             raise ValueError(f"a weights version has 1 to {MAX_WORD_BYTES} bytes of UTF-8, not {len(text)}")
@@ -86,7 +86,7 @@ class NoticeWriter:
             self._head[SAID] += 1
 
     def woke_equal(self) -> None:
-        """The rank woke with the weights with which it was put to sleep."""
+        """Report that the rank woke with the weights with which it went to sleep."""
         with self._lock:
             self._head[WAKES] += 1
             self._head[SAID] += 1
@@ -98,7 +98,7 @@ class NoticeWriter:
 
 
 class NoticeReader:
-    """The scheduler half's view of all ranks' pages, in rank order."""
+    """Reader of all ranks' pages on the scheduler side, in rank order."""
 
     def __init__(self, pages: Sequence[memoryview]) -> None:
         self._heads = [page[:HEAD_BYTES].cast("Q") for page in pages]
@@ -106,7 +106,7 @@ class NoticeReader:
         self._seen = [NOT_SEEN] * len(pages)
 
     def look(self) -> tuple[Notice, ...] | None:
-        """What all ranks report, if any of them has written since the last call; always at the first call."""
+        """Reports of all ranks, if any of them has written since the last call; always at the first call."""
         for head, seen in zip(self._heads, self._seen, strict=True):
             if head[SAID] != seen:
                 return tuple(self._read(rank) for rank in range(len(self._heads)))
@@ -118,7 +118,7 @@ class NoticeReader:
             view.release()
 
     def _read(self, rank: int) -> Notice:
-        """A page that is being written at this moment is read again by the next call."""
+        """Read a rank's page; if it is being written at this moment, the next call reads it again."""
         head = self._heads[rank].tolist()
         text = bytes(self._texts[rank][: min(head[WORD_LENGTH], MAX_WORD_BYTES)])
         whole = crc32(text) == head[WORD_CHECK]

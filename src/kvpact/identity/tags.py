@@ -1,4 +1,4 @@
-"""What filled each of the engine's blocks: the epoch, and the adapter by its content.
+"""Tags of the engine's blocks: the epoch, and the adapter by its content, that filled each.
 
 Owns one number for each block of the engine's pool. A block whose tag is not its request's own was computed by other
 weights or another adapter, or its content is unknown; neither it nor blocks computed after it may be stored (H38, H47,
@@ -16,20 +16,20 @@ import numpy as np
 Tag: TypeAlias = int
 
 FEW: Final = 8
-"""Up to so many blocks are looked at one by one: numpy takes longer to begin."""
+"""Most blocks that are compared one by one: for so few numpy is slower."""
 
 MIN_GROWTH: Final = 1024
-"""Blocks for which the table of tags grows at least."""
+"""Least number of blocks by which the table of tags grows."""
 
 NO_TAG: Final[Tag] = 0
-"""The tag of a block that holds garbage, or content without a name."""
+"""Tag of a block with garbage, or content without a name."""
 
 MAX_ADAPTERS: Final = 4096
-"""At most this many adapters have tags in a generation; after that all get new tags, and older blocks are not saved."""
+"""Most adapters with tags in a generation; after that all get new tags, and older blocks are not saved."""
 
 
 def first_among(block_ids: Collection[int], held: Iterable[tuple[str, int, Sequence[int]]]) -> dict[str, int]:
-    """By request, the first of its blocks that is one of `block_ids`, if any is.
+    """Request -> its first block that is one of `block_ids`, if any is.
 
     `held` has pieces of requests' block tables: the request, the number of the piece's first block, and the piece.
     """
@@ -42,7 +42,7 @@ def first_among(block_ids: Collection[int], held: Iterable[tuple[str, int, Seque
 
 
 class BlockTags:
-    """The tags of one engine's blocks, by block id. A block that was never filled has none."""
+    """Tags of one engine's blocks, by block id. A block that was never filled has none."""
 
     def __init__(self) -> None:
         self._of_block = np.zeros(0, np.int64)
@@ -51,7 +51,7 @@ class BlockTags:
         self._last: Tag = NO_TAG
 
     def tag_of(self, generation: int, adapter: str) -> Tag:
-        """The tag of blocks that are filled in this generation with this adapter. `generation` never falls."""
+        """Tag of blocks that are filled in this generation with this adapter. `generation` never falls."""
         if generation != self._generation or len(self._known) >= MAX_ADAPTERS:
             self._generation = generation
             self._known.clear()
@@ -62,11 +62,11 @@ class BlockTags:
         return tag
 
     def withdraw(self, adapter: str) -> Tag:
-        """From now on no block counts as filled with this adapter. Returns its former tag, `NO_TAG` if it had none."""
+        """Count no block as filled with this adapter from now on. Returns its former tag, `NO_TAG` if it had none."""
         return self._known.pop(adapter, NO_TAG)
 
     def blocks_with(self, tag: Tag) -> list[int]:
-        """All blocks with this tag. O(blocks of the engine)."""
+        """Ids of all blocks with this tag. O(blocks of the engine)."""
         found: list[int] = np.flatnonzero(self._of_block == tag).tolist()
         return found
 
@@ -82,17 +82,17 @@ class BlockTags:
             self._of_block[places] = tag
 
     def _know(self, block_id: int) -> None:
-        """Have a place for the tag of each block up to `block_id`."""
+        """Grow the table to have a tag for each block up to `block_id`."""
         if block_id >= len(self._of_block):
             more = max(MIN_GROWTH, block_id + 1 - len(self._of_block))
             self._of_block = np.concatenate((self._of_block, np.full(more, NO_TAG, np.int64)))
 
     def has(self, block_id: int, tag: Tag) -> bool:
-        """Whether the block has this tag, which is not `NO_TAG`."""
+        """True if the block has this tag, which is not `NO_TAG`."""
         return tag != NO_TAG and block_id < len(self._of_block) and bool(self._of_block[block_id] == tag)
 
     def same_prefix(self, block_ids: Sequence[int], start: int, tag: Tag, end: int | None = None) -> int:
-        """The number of leading `block_ids[:end]` with this tag; those before `start` are known to have it."""
+        """Number of leading `block_ids[:end]` with this tag; those before `start` are known to have it."""
         end = len(block_ids) if end is None else end
         if tag == NO_TAG:
             return 0

@@ -1,7 +1,7 @@
 """Identity of weights by content: a digest that two directories share only if they hold the same model.
 
 Reads whole files in the calling thread, and stores their digests in the user's cache folder, so that a restart does not
-read them again. Touches the file system, so it never runs on a scheduler's thread.
+read them again. Waits for the file system, so it never runs on a scheduler's thread.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ LOADED_OTHERWISE = frozenset(
         "chat_template.json",
     }
 )
-"""JSON files that do not influence what the model computes from given tokens; any other JSON file may."""
+"""JSON files without influence on the model's computation from given tokens; any other JSON file may have some."""
 
 NOT_LOADED = "original"
-"""A folder with another copy of the weights in their author's own format; engines do not load it."""
+"""Folder with another copy of the weights in their author's own format; engines do not load it."""
 
 CHUNK_BYTES = 8 << 20
 """Bytes per read: a shutdown waits for at most one chunk, and the interpreter's lock is taken 125 times per GB."""
 
 MAX_READINGS = 3
-"""Files that change while they are read are read at most this many times."""
+"""Most times that files are read which change meanwhile."""
 
 SETTLED_SECONDS = 2.0
-"""The digest of a file that changed less than this before it was read is not stored: clocks of file systems are coarse,
-so another change might leave its times the same."""
+"""Least age of a file's last change, in seconds, for its digest to be stored: clocks of file systems are coarse, so
+another change might leave its times the same."""
 
 MAX_REMEMBERED = 4096
-"""Number of files; a model of 400 GB has about 100. The file with their digests takes at most 1 MiB."""
+"""Most files with a stored digest; a model of 400 GB has about 100. Their file takes at most 1 MiB."""
 
 BLOB: Final = re.compile("[0-9a-f]{64}")
-"""The name of a large file in the hub's cache: its SHA-256."""
+"""Name of a large file in the hub's cache: its SHA-256."""
 
 
 SPLIT: Final = re.compile(r"(?P<model>.*)-\d{5}-of-\d{5}\.gguf")
 
 
 class WeightsUnknown(KvpactError):
-    """The files exist, but do not show what the engine has loaded; the message says why."""
+    """Files that exist but do not show the weights that the engine has loaded; the message has the reason."""
 
 
 class ReadingStopped(KvpactError):
-    """`stopped` returned True."""
+    """Reading ended because `stopped` returned True."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What a file system shows of a change of a file's content without reading it."""
+    """Facts of a file system that change with a file's content, without reading it."""
 
     size: int
     mtime_ns: int
@@ -79,7 +79,7 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
-        """Return the stamp of the file that `path` leads to. Raises OSError."""
+        """Stamp of the file to which `path` leads. Raises OSError."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
@@ -87,21 +87,21 @@ class FileStamp:
 class DigestMemory:
     """SHA-256 digests of files, stored in one small file of the user as long as the files do not change.
 
-    Several processes may use it at once: it is replaced as a whole, and a file whose digest is lost so is read again. A
+    Several processes may use it at once: each replaces it as a whole, and reads a file again whose digest is lost. A
     damaged file, or one that another user could have written, is ignored; without write access nothing is stored.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """With `path` None, as without a home folder, nothing is stored."""
+        """Use the file `path`; with None, as without a home folder, nothing is stored."""
         self._file = CacheFile(path)
 
     @classmethod
     def of_user(cls) -> DigestMemory:
-        """`kvpact/weights.json` in XDG_CACHE_HOME, or in ~/.cache."""
+        """Memory in `kvpact/weights.json` in XDG_CACHE_HOME, or in ~/.cache."""
         return cls(CacheFile.of_user("weights.json").path)
 
     def find(self, path: Path, stamp: FileStamp) -> str | None:
-        """The stored digest of the file with this stamp, or None."""
+        """Stored digest of the file with this stamp, or None."""
         match self._read().get(os.path.realpath(path)):
             case [list(known), str(digest)] if known == list(astuple(stamp)) and BLOB.fullmatch(digest):
                 return digest
@@ -124,14 +124,16 @@ class DigestMemory:
 
 
 class WeightFiles:
-    """All files that determine what the model in a directory, or in a single file, computes."""
+    """Files that determine the computation of the model in a directory, or in a single file."""
 
     def __init__(self, place: Path, memory: DigestMemory, *, with_code: bool = False) -> None:
-        """With `with_code`, the engine runs Python files that it finds there.
+        """`with_code`: the engine runs Python files from there.
 
         Raises OSError if the directory cannot be read, FileNotFoundError if it holds no weights.
         """
-        self._place, self._memory, self._with_code = place, memory, with_code
+        self._place = place
+        self._memory = memory
+        self._with_code = with_code
         if not any(name.endswith(WEIGHT_SUFFIXES) for name in self._files()) and place.is_dir():
             raise FileNotFoundError(f"no weight files ({', '.join(WEIGHT_SUFFIXES)}) in {place}")
 
@@ -156,7 +158,7 @@ class WeightFiles:
         raise WeightsUnknown(f"the files in {self._place} change while they are read")
 
     def require_older_than(self, moment_ns: int) -> None:
-        """Raise WeightsUnknown if a file changed after `moment_ns` (Unix time): an engine may have loaded another.
+        """Raise WeightsUnknown if a file changed after `moment_ns` (Unix time): the engine may have loaded another.
 
         Notices changes of files, of links on the way to them, and of the directory itself. Raises OSError.
         """
@@ -172,13 +174,13 @@ class WeightFiles:
         return {name: FileStamp.of(path) for name, path in self._files().items()}
 
     def _files(self) -> dict[str, Path]:
-        """The files by their paths relative to the directory, sorted."""
+        """Files by their paths relative to the directory, sorted."""
         if not self._place.is_dir():
             return {"": self._place} | {path.name: path for path in sorted(self._parts_beside())}
         return dict(sorted((str(path.relative_to(self._place)), path) for path in self._walk()))
 
     def _parts_beside(self) -> Iterator[Path]:
-        """Files that are loaded together with a single file: other parts of a GGUF model, and its encoder for media."""
+        """Files loaded together with a single file: other parts of a GGUF model, and its encoder for media."""
         split = SPLIT.fullmatch(self._place.name)
         for path in self._place.parent.glob("*.gguf"):
             other = SPLIT.fullmatch(path.name)
@@ -193,16 +195,17 @@ class WeightFiles:
             at_top = Path(folder) == self._place
             folders[:] = [name for name in folders if not name.startswith(".") and not (at_top and name == NOT_LOADED)]
             for name in names:
-                decides = name.endswith(WEIGHT_SUFFIXES) or (self._with_code and name.endswith(".py"))
-                decides |= name.endswith(".json") and not (at_top and name in LOADED_OTHERWISE)
-                if decides and not name.startswith("."):
+                is_loaded = name.endswith(WEIGHT_SUFFIXES) or (self._with_code and name.endswith(".py"))
+                is_loaded |= name.endswith(".json") and not (at_top and name in LOADED_OTHERWISE)
+                if is_loaded and not name.startswith("."):
                     yield Path(folder) / name
 
     def _known(self, path: Path, stamp: FileStamp) -> str | None:
         return blob_digest(path) or self._memory.find(path, stamp)
 
     def _file_digest(self, path: Path, stopped: Callable[[], bool]) -> str:
-        stamp, began_ns = FileStamp.of(path), time.time_ns()
+        stamp = FileStamp.of(path)
+        began_ns = time.time_ns()
         known = self._known(path, stamp)
         if known is not None:
             return known
@@ -218,17 +221,18 @@ def file_digest(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
 
     Reads the file instead of mapping it: truncating a mapped file kills the process.
     """
-    digest, buffer = sha256(), memoryview(bytearray(CHUNK_BYTES))
+    digest = sha256()
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             if stopped():
-                raise ReadingStopped(f"{path} was not read to its end")
+                raise ReadingStopped(f"the reading of {path} was stopped")
     return digest.hexdigest()
 
 
 def blob_digest(path: Path) -> str | None:
-    """The SHA-256 of a file in the model hub's cache, from the name of the file that `path` links to; else None."""
+    """SHA-256 of a file in the model hub's cache, from the name of the file that `path` links to; else None."""
     if not path.is_symlink():
         return None
     blob = Path(os.path.realpath(path))

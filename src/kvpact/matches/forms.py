@@ -1,6 +1,6 @@
-"""How a connector takes part in the pact: prepare, commit, abort, said in the words that the connector has.
+"""Forms in which a connector takes part in the pact: prepare, commit and abort by the methods that it has.
 
-Owns the form that kvpact speaks itself, and those in which such a lifecycle was first proposed for vLLM:
+Owns kvpact's own form, and those in which such a lifecycle was first proposed for vLLM:
 
 - `prepare_external_match`, `commit_external_match` and `abort_external_match`: `SupportsExternalMatch`. A commit that
   takes (request, blocks, match) has no number, and is called only if all promised tokens are taken.
@@ -12,7 +12,7 @@ Owns the form that kvpact speaks itself, and those in which such a lifecycle was
   `update_state_after_alloc(request, blocks, 0)` without blocks.
 
 Each may also have `postpone_external_match`, `confirm_external_match` and `asks_every_step`. A connector needs nothing
-of kvpact's for any of this, and one that has nothing of this sees nothing new. Knows no scheduler, no match's state.
+of kvpact for this, and one without these methods gets no new calls. Knows no scheduler, no match's state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvpact.errors import ConfigError
 
 @runtime_checkable
 class SupportsExternalMatch(Protocol):
-    """The scheduler's half of a connector that speaks the pact. `request` and `blocks` are the engine's own objects."""
+    """Scheduler side of a connector that speaks the pact. `request` and `blocks` are the engine's own objects."""
 
     def prepare_external_match(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """Promise tokens that follow `num_computed_tokens`, in place of `get_num_new_matched_tokens`.
@@ -42,40 +42,42 @@ class SupportsExternalMatch(Protocol):
         """
 
     def commit_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> int:
-        """The engine takes `num_tokens`, 1 or more, of the match into `blocks`; returns how many the cache accepts.
+        """Take `num_tokens`, 1 or more, of the match into `blocks`; returns the number that the cache accepts.
 
-        Of an asynchronous load it may be fewer. A load that the step waits for is confirmed before, and must not.
+        It may be smaller for an asynchronous load only. A synchronous load is confirmed before.
         """
 
     def abort_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
-        """The engine will not take the match: release what it holds, now. `reason.is_dropped` is true."""
+        """Release the match's leases now, as the engine will not take it. `reason.is_dropped` is true."""
 
 
 @runtime_checkable
 class PostponesExternalMatch(Protocol):
-    """A connector that is told why its match was not taken yet."""
+    """Connector that gets the reason why its match was not taken yet."""
 
     def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
-        """The request still waits, for `reason`, and may be prepared again.
+        """Keep the match of a request that still waits, for `reason`, and may be prepared again.
 
-        Called in the first step in which that is so, and when the reason changes, or the engine stops asking for it.
+        Called in the first such step, and when the reason changes, or the engine stops asking for it.
         """
 
 
 @runtime_checkable
 class ConfirmsExternalMatch(Protocol):
-    """A connector that may take back a part of a match for which the step would wait."""
+    """Connector that may withdraw a part of a match for which the step would wait."""
 
     def confirm_external_match(self, request: Any, match: ExternalKVMatch, num_tokens: int) -> int:
-        """Before blocks are allocated for `num_tokens` of the match: how many of them can still be loaded.
+        """Number of these tokens of the match that can still be loaded, before blocks are allocated for them.
 
-        If fewer, nothing is allocated in this step, the match is aborted, and the next one is taken up to that many.
+        If it is smaller, nothing is allocated in this step, the match is aborted, and the next one is limited to it.
         """
 
 
 Arguments: TypeAlias = tuple[str, ...]
 
-PREPARE, COMMIT, ABORT = "prepare_external_match", "commit_external_match", "abort_external_match"
+PREPARE = "prepare_external_match"
+COMMIT = "commit_external_match"
+ABORT = "abort_external_match"
 COMMITS: tuple[Arguments, ...] = ("request", "match", "num_tokens", "blocks"), ("request", "blocks", "match")
 ABORTS: tuple[Arguments, ...] = (
     ("request", "match", "reason"),
@@ -89,28 +91,29 @@ CONFIRMS: tuple[Arguments, ...] = (("request", "match", "num_tokens"),)
 
 
 def _does_nothing(*values: Any) -> None:
-    """In place of a method that a connector does not have."""
+    """Stand in for a method that a connector does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A connector's method, called with all of the pact's values, in the order of the longest form of arguments."""
+    """Method of a connector, called with all of the pact's values, in the order of the longest form of arguments."""
 
     method: Callable[..., Any] = _does_nothing
     arguments: Arguments = ()
-    """The pact's values that the connector gets."""
+    """Values of the pact that the connector gets."""
 
     @classmethod
     def of(cls, connector: object, name: str, forms: Sequence[Arguments]) -> Call:
-        """The connector's method of this name, in the first of these forms in which it can be called.
+        """Method of this name, in the first of these forms in which it can be called.
 
-        Of forms with as many arguments the method's own names decide; what takes any arguments gets the first. Raises
-        ConfigError for a signature that can be read and fits none.
+        Among forms with equally many arguments the method's own names decide; a method with any arguments gets the
+        first. Raises ConfigError for a readable signature that fits none.
         """
         method = getattr(connector, name, None)
         if method is None:
             return cls()
-        chosen, values = cls._chosen(type(connector).__name__, name, method, forms), max(forms, key=len)
+        chosen = cls._chosen(type(connector).__name__, name, method, forms)
+        values = max(forms, key=len)
         if chosen == values:
             return cls(method, chosen)
         places = [values.index(name) for name in chosen]
@@ -138,10 +141,10 @@ def _fits(signed: Signature, arguments: Arguments) -> bool:
 
 
 class MatchForm(ABC):
-    """What an engine says to one connector. The answers are the connector's, and may be anything."""
+    """Calls of an engine to one connector. The answers are the connector's, and may be anything."""
 
     whole_only = False
-    """Whether a commit has no number, so that a match is taken as a whole or not at all."""
+    """True if a commit has no number, so that a match is taken as a whole or not at all."""
 
     def __init__(self, connector: Any) -> None:
         self.name = type(connector).__name__
@@ -163,14 +166,14 @@ class MatchForm(ABC):
 
     @abstractmethod
     def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
-        """A request without an open match got its blocks."""
+        """Note that a request without an open match got its blocks."""
 
     def must_end(self, match: ExternalKVMatch) -> bool:
-        """Whether the connector hears of the match's end."""
+        """True if the connector gets a call at the match's end."""
         return True
 
     def known_as(self, match: ExternalKVMatch) -> object:
-        """What the connector's hooks get as the match."""
+        """Object that the connector's hooks get as the match."""
         return match
 
     def postpone(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
@@ -190,8 +193,10 @@ class PactForm(MatchForm):
     def __init__(self, connector: Any) -> None:
         """Raises ConfigError for a method that cannot be called."""
         super().__init__(connector)
-        self._prepare, self._admit = getattr(connector, PREPARE), connector.update_state_after_alloc
-        self._commit, self._abort = Call.of(connector, COMMIT, COMMITS), Call.of(connector, ABORT, ABORTS)
+        self._prepare = getattr(connector, PREPARE)
+        self._admit = connector.update_state_after_alloc
+        self._commit = Call.of(connector, COMMIT, COMMITS)
+        self._abort = Call.of(connector, ABORT, ABORTS)
         self.whole_only = "num_tokens" not in self._commit.arguments
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -218,19 +223,20 @@ class TupleForm(MatchForm):
     def __init__(self, connector: Any, no_blocks: object) -> None:
         """`no_blocks`: the engine's blocks of a request that has none. Raises ConfigError like `PactForm`."""
         super().__init__(connector)
-        self._ask, self._no_blocks = connector.get_num_new_matched_tokens, no_blocks
+        self._ask = connector.get_num_new_matched_tokens
+        self._no_blocks = no_blocks
         self._update = Call.of(connector, "update_state_after_alloc", UPDATES)
         self._update_without_result = Call.of(connector, "update_state_after_alloc", UPDATES[::-1])
         self._abort = Call.of(connector, ABORT, (ABORTS[0], ABORTS[2], ABORTS[1], ABORTS[3]))
         self._releases_unused = bool(getattr(connector, "releases_unused_matches", False))
 
     def known_as(self, match: ExternalKVMatch) -> object:
-        """See `MatchForm`: the query result, all that the connector knows of it."""
+        """See `MatchForm`: the query result, which the connector knows."""
         return match.query_result
 
     @property
     def speaks_the_pact(self) -> bool:
-        """Whether the connector may want to hear how a match ends."""
+        """True if the connector has a way to learn of a match's end."""
         return self._releases_unused or bool(self._abort.arguments) or "match" in self._update.arguments
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -262,7 +268,7 @@ class TupleForm(MatchForm):
 
 
 def form_of(connector: Any, no_blocks: object) -> MatchForm | None:
-    """The form in which a connector speaks the pact; None if it does not.
+    """Form in which a connector speaks the pact; None if it does not.
 
     Raises ConfigError for one that has only some of the methods, or one that cannot be called.
     """

@@ -1,8 +1,8 @@
-"""One connector's matches between prepare and commit, under an engine that says why each was not taken.
+"""Matches of one connector between prepare and commit, under an engine that gives the reason why each was not taken.
 
-Owns which matches are open, what became of each in the running step, and what the connector refused: at most one match
-is open for a request, and each ends once, whatever the connector does. The engine calls the tuple API, the connector
-hears the pact in its own form. Knows no scheduler.
+Owns the open matches, their state in the running step, and the connector's refusals: at most one match is open for a
+request, and each ends once, whatever the connector does. The engine calls the tuple API, the connector gets the pact's
+calls in its own form. Knows no scheduler.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ NO_MATCH: Final = ExternalKVMatch(0)
 
 @dataclass(slots=True, eq=False)
 class OpenMatch:
-    """A match that was promised and neither committed nor aborted."""
+    """Match that was promised and neither committed nor aborted."""
 
     request: Any
     match: ExternalKVMatch
     plan: object
-    """The connector's own record of the match; None if its abort names the request alone."""
+    """Record of the match by the connector; None if its abort names the request alone."""
     num_tokens: int
     """Tokens of the match that the engine may take."""
     question: tuple[int, int]
-    """The request's computed tokens, and all its tokens, when the connector was asked."""
+    """Numbers of the request's computed tokens, and of all its tokens, when the connector was asked."""
     asked: int
-    """The step in which the connector was asked last."""
+    """Step in which the connector was asked last."""
     step: int
-    """The step in which the engine last had the match for an answer."""
+    """Step in which the engine last got the match as an answer."""
     suspended: int = -1
-    """The step in which the connector last asked for time, instead of an answer."""
+    """Step in which the connector last asked for time, instead of an answer."""
     exit: ExternalMatchExit | None = None
-    """Why it was not taken in that step, where something said so."""
-    told: tuple[ExternalMatchExit, bool] | None = None
-    """What the connector knows: why it was not taken last, and whether the engine had asked for it in that step."""
+    """Reason why it was not taken in that step, if one is known."""
+    reported: tuple[ExternalMatchExit, bool] | None = None
+    """Last reason reported to the connector, and whether the engine had asked for the match in that step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A commit of which the connector accepted fewer tokens."""
+    """Commit of which the connector accepted fewer tokens."""
 
     request: Any
     missing: int
@@ -57,7 +57,7 @@ class Shortfall:
 
 
 class MatchTracker:
-    """What an engine asks and tells one connector of its matches. No exception of the connector's leaves it (H13)."""
+    """Calls of an engine about one connector's matches. No exception of the connector leaves it (H13)."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class MatchTracker:
         lost_to_another: Callable[[str], bool] = lambda request_id: False,
         promised: Callable[[MatchTracker, OpenMatch], None] = lambda tracker, found: None,
     ) -> None:
-        """`lost_to_another(request id)`: whether the engine chose another connector's match.
+        """`lost_to_another(request id)` is true if the engine chose another connector's match.
 
-        `promised` is called with each match when the engine has asked for it.
+        `promised` gets each match when the engine has asked for it.
         """
         self.open: dict[str, OpenMatch] = {}
         self.ends: Counter[ExternalMatchExit] = Counter()
@@ -75,24 +75,27 @@ class MatchTracker:
         self.postponed: Counter[ExternalMatchExit] = Counter()
         """Steps in which a match was not taken and its request still waits, by reason."""
         self.lookups = self.commits = 0
-        """How often the connector was asked, and how many matches were taken."""
+        """Number of questions to the connector, and of matches taken."""
         self.shortfalls: list[Shortfall] = []
-        """What the running step's commits fell short of."""
-        self._form, self._lost_to_another, self._promised = form, lost_to_another, promised
+        """Shortfalls of the running step's commits."""
+        self._form = form
+        self._lost_to_another = lost_to_another
+        self._promised = promised
         self._limits: dict[str, int] = {}
-        """Request id -> the tokens that the connector accepted when it refused some (each refusal makes it smaller)."""
+        """Request id -> tokens that the connector accepted when it refused some (each refusal makes it smaller)."""
         self.pausing = False
-        """Whether each question is to be asked again later: a reset waits until no load is under way."""
+        """True while each question must be asked again later: a reset waits until no load is under way."""
         self._step = 0
         self._failed: set[str] = set()
 
     # The tuple API's two calls
 
     def prepare(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """`get_num_new_matched_tokens`."""
+        """Answer `get_num_new_matched_tokens`: tokens, or None for "ask again later", and asynchronous or not."""
         if self.pausing:
             return None, False
-        request_id, num_tokens = request.request_id, request.num_tokens
+        request_id = request.request_id
+        num_tokens = request.num_tokens
         if self._limits and self._limits.get(request_id) == 0:
             return 0, False
         found = self.open.get(request_id)
@@ -110,27 +113,34 @@ class MatchTracker:
                     found.suspended = self._step
                 return None, False
             room = num_tokens - num_computed_tokens - (not match.load_kv_async)  # P6
-            offered, plan = min(index(match.num_tokens), room), getattr(match, "query_result", match)
+            offered = min(index(match.num_tokens), room)
+            plan = getattr(match, "query_result", match)
         except Exception as error:
             self._log(self._form.prepare, error)
-            match, offered, plan = NO_MATCH, 0, None
+            match = NO_MATCH
+            offered = 0
+            plan = None
         if match.num_tokens > 0 and not self._form.must_end(match):
             return match.num_tokens, match.load_kv_async
         if found is not None and found.plan is plan and offered > 0:
-            found.match, found.num_tokens, found.asked = match, offered, self._step
+            found.match = match
+            found.num_tokens = offered
+            found.asked = self._step
             found.question = num_computed_tokens, num_tokens
             return self._offer(found)
         if found is not None:
             self.drop(request_id, ExternalMatchExit.SUPERSEDED if offered > 0 else ExternalMatchExit.WITHDRAWN)
         if match.num_tokens <= 0:
             return 0, False
-        question, step = (num_computed_tokens, num_tokens), self._step
-        found = self.open[request_id] = OpenMatch(request, match, plan, offered, question, step, step)
+        question = num_computed_tokens, num_tokens
+        found = self.open[request_id] = OpenMatch(request, match, plan, offered, question, self._step, self._step)
         return self._offer(found)
 
     def _offer(self, found: OpenMatch) -> tuple[int, bool]:
-        """The answer to the engine: the promise, within what the connector accepted of its last one."""
-        num_tokens, found.step, found.exit = found.num_tokens, self._step, None
+        """Answer to the engine: the promise, limited to the tokens that the connector accepted of its last one."""
+        num_tokens = found.num_tokens
+        found.step = self._step
+        found.exit = None
         if self._limits:
             num_tokens = min(num_tokens, self._limits.get(found.request.request_id, num_tokens))
         if num_tokens <= 0:
@@ -140,7 +150,7 @@ class MatchTracker:
         return num_tokens, found.match.load_kv_async
 
     def commit(self, request: Any, blocks: Any, num_tokens: int) -> int:
-        """`update_state_after_alloc`; returns how many of the tokens will come."""
+        """Answer `update_state_after_alloc`; returns the number of tokens that will be loaded."""
         request_id = request.request_id
         found = self.open.get(request_id)
         if found is None and num_tokens and self._form.must_end(NO_MATCH):  # it has ended since the engine asked
@@ -170,11 +180,12 @@ class MatchTracker:
     # What the engine says
 
     def confirm(self, found: OpenMatch, num_tokens: int) -> bool:
-        """Before blocks are allocated for a load that the step waits for: whether all its tokens still come.
+        """True if all tokens of a synchronous load can still be loaded, before blocks are allocated for it.
 
-        True if the engine has chosen another connector's match.
+        True, too, if the engine has chosen another connector's match; drops the match otherwise.
         """
-        request_id, match = found.request.request_id, found.match
+        request_id = found.request.request_id
+        match = found.match
         if match.load_kv_async or self._limits.get(request_id) == num_tokens or self._lost_to_another(request_id):
             return True
         accepted = self._accepted(self._form.confirm, num_tokens, found.request, match, num_tokens)
@@ -185,37 +196,37 @@ class MatchTracker:
         return False
 
     def drop(self, request_id: str, reason: ExternalMatchExit) -> None:
-        """Nobody will take the request's match, if it has one."""
+        """Abort the request's match, if it has one."""
         found = self.open.pop(request_id, None)
         if found is not None:
             self.ends[reason] += 1
             self._call(self._form.abort, found.request, found.match, reason)
 
     def drop_all(self, reason: ExternalMatchExit) -> None:
-        """Nobody will take any of the matches."""
+        """Abort all matches."""
         for request_id in [*self.open]:
             self.drop(request_id, reason)
 
     def requests_finished(self, request_ids: Iterable[str]) -> None:
-        """Drop the matches of requests that ended, in whatever state."""
+        """Abort the matches of requests that ended, in whatever state."""
         for request_id in request_ids:
             self.drop(request_id, ExternalMatchExit.CANCELLED)
             self._limits.pop(request_id, None)
 
     def postpone(self, found: OpenMatch, reason: ExternalMatchExit, *, asked: bool) -> None:
-        """The match was not taken in this step, in which the engine asked for it or not; its request still waits.
+        """Keep a match that was not taken in this step, in which the engine asked for it or not.
 
-        The connector is told what it does not know yet: a head that is blocked for long costs nothing more.
+        The connector gets only new reasons: a request that is blocked for long costs no further calls.
         """
         self.postponed[reason] += 1
-        if found.told != (reason, asked):
-            found.told = reason, asked
+        if found.reported != (reason, asked):
+            found.reported = reason, asked
             self._call(self._form.postpone, found.request, found.match, reason)
 
     def end_step(self, why: Callable[[OpenMatch, bool], ExternalMatchExit | None]) -> None:
-        """The step is decided. `why(match, whether the step asked for it)` says why it was not taken; None: it was.
+        """End a step: `why(match, asked in this step)` returns the reason why a match was not taken, None if it was.
 
-        A match that its connector has suspended by asking for time is not said to be postponed.
+        A match that its connector has suspended by asking for time is not reported as postponed.
         """
         step = self._step
         self._step += 1
@@ -235,7 +246,7 @@ class MatchTracker:
                 self.postpone(found, reason, asked=asked)
 
     def _accepted(self, hook: Callable[..., Any], most: int, *arguments: Any) -> int:
-        """How many of `most` tokens the connector accepts; none if it makes a mistake."""
+        """Number of `most` tokens that the connector accepts; none if it raises or answers no number."""
         try:
             answer = hook(*arguments)
             return most if answer is None else max(0, min(most, index(answer)))
@@ -244,7 +255,7 @@ class MatchTracker:
             return 0
 
     def _call(self, hook: Callable[..., Any], *arguments: Any) -> None:
-        """A connector's mistake in what it is told costs the engine nothing."""
+        """Call a hook without an answer; a connector's exception costs the engine nothing."""
         try:
             hook(*arguments)
         except Exception as error:

@@ -1,6 +1,6 @@
 """The memory tier's storage: fixed-size slots in anonymous shared memory, one segment per worker rank.
 
-Owns the segments, their sizes and the rules for mapping them; does not know the slots' content. A segment is a memfd:
+Owns the segments, their sizes and the rules for mapping them; does not read the slots' content. A segment is a memfd:
 it has no name, so a killed process leaves nothing behind and the size of /dev/shm does not matter; the scheduler's
 process maps it through /proc/<pid>/fd.
 """
@@ -37,31 +37,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEMFD = "kvpact-arena"
-"""The name that arenas have in /proc."""
+"""Name of arenas in /proc."""
 
 NOTICE_BYTES = PAGE_BYTES
-"""The end of each segment, after all slots: what a rank reports of its weights (`kvpact.identity.notices`)."""
+"""Bytes at the end of each segment, after all slots, for a rank's reports (`kvpact.identity.notices`)."""
 
 USABLE, STANDING, UNMADE = range(3)
 """Places of the numbers at the end of that page, 4 bytes each: usable slots, plus 1, or 0 if all are and always were;
-what is known of the rank's copies (`Standing`); how many checks of them were not made, by reason."""
+the verdict on the rank's copies (`Standing`); the number of skipped checks of them, by reason."""
 
 USABLE_BYTES = 16
 
 
 class Standing(IntEnum):
-    """What is known of the copies between a rank's device and its slots; a greater number counts for all ranks."""
+    """Verdict on the copies between a rank's device and its slots; the greatest number counts for all ranks."""
 
     PROVEN = 0
-    """Copies are right as far as was checked, or are a CPU's."""
+    """All checked copies were right, or the copies are a CPU's."""
     OPEN = 1
     """Copies are still being checked, each before it is reported."""
     REFUTED = 2
-    """One was wrong: none is used any more."""
+    """A copy was wrong: none is used any more."""
 
 
 STANDINGS: Final = tuple(Standing)
-"""By number: a call of the class costs a microsecond, in each step."""
+"""Members by number: a call of the class costs a microsecond, in each step."""
 
 REASONS: Final = tuple(UnmadeCheck)
 
@@ -72,49 +72,49 @@ _PLACE = (1 << EXTENT_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class SlotClass:
-    """A segment's slots of one size. A slot's number says which class it belongs to.
+    """A segment's slots of one size. A slot's number contains its class.
 
-    Slots of the only class lie one behind the other. Several classes share the segment's extents, each of which has
-    slots of one of them at a time (`kvpact.index.classed_slots` says of which); a slot's number is then
+    Slots of the only class are adjacent. Several classes share the segment's extents, each of which has slots of one
+    class at a time (see `kvpact.index.classed_slots`); a slot's number is then
     `class << CLASS_SHIFT | extent << EXTENT_SHIFT | place`.
     """
 
     slots: range
-    """The numbers; no other class of the segment has them. Not all are slots if `extent_bytes` is set."""
+    """Numbers of the class, and of no other class of the segment. Not all are slots if `extent_bytes` is set."""
     slot_bytes: int
-    """Bytes of one rank's piece: whole memory pages. 0 for a class of which this rank has no layers."""
+    """Bytes of one rank's piece: whole memory pages. 0 for a class without layers on this rank."""
     offset: int = 0
-    """Where in the segment the first slot begins, in bytes."""
+    """Offset of the first slot in the segment, in bytes."""
     extent_bytes: int = 0
-    """Between the beginnings of two extents; 0: the slots lie one behind the other."""
+    """Bytes of an extent; 0 if the slots are adjacent."""
 
     @property
     def num_extents(self) -> int:
-        """Extents; slots if they lie one behind the other."""
+        """Number of extents; of slots if they are adjacent."""
         return len(self.slots) >> EXTENT_SHIFT if self.extent_bytes else len(self.slots)
 
     @property
     def places(self) -> int:
-        """Slots in an extent; 0 of a class without bytes."""
+        """Slots in an extent; 0 for a class without bytes."""
         return self.extent_bytes // self.slot_bytes if self.extent_bytes and self.slot_bytes else bool(self.slot_bytes)
 
     @property
     def end(self) -> int:
-        """Where in the segment the last slot ends."""
+        """Offset of the last slot's end in the segment, in bytes."""
         return self.offset + self.num_extents * (self.extent_bytes or self.slot_bytes)
 
     def has(self, slot: int) -> bool:
-        """Whether this is the number of one of its slots."""
+        """True if this is the number of one of its slots."""
         return slot in self.slots and (not self.extent_bytes or not self.places or slot & _PLACE < self.places)
 
     def numbers(self, pieces: Iterable[int]) -> Iterator[int]:
-        """Yield the numbers of the slots in these extents, or, without extents, of these slots, counted from 0."""
+        """Numbers of the slots in these extents, or, without extents, of these slots, counted from 0."""
         for piece in pieces:
             first = self.slots.start + (piece << EXTENT_SHIFT if self.extent_bytes else piece)
             yield from range(first, first + self.places)
 
     def start_of(self, slot: Numbers) -> Numbers:
-        """Where in the segment a slot of this class begins; also for an array of numbers."""
+        """Offset of a slot of this class in the segment, in bytes; also for an array of numbers."""
         number = slot - self.slots.start
         if self.extent_bytes:
             return (number >> EXTENT_SHIFT) * self.extent_bytes + (number & _PLACE) * self.slot_bytes
@@ -122,7 +122,7 @@ class SlotClass:
 
 
 def _classes_of(count: int, num_bytes: int, class_bytes: Sequence[int]) -> tuple[SlotClass, ...]:
-    """Return the classes of `count` slots of `num_bytes`, or of as many extents if there are several classes."""
+    """Classes of `count` slots of `num_bytes` bytes, or of as many extents if there are several classes."""
     if not class_bytes:
         return (SlotClass(range(count), num_bytes),)
     starts = (number << CLASS_SHIFT for number in range(len(class_bytes)))
@@ -134,12 +134,12 @@ def _classes_of(count: int, num_bytes: int, class_bytes: Sequence[int]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class SegmentAddress:
-    """The address of a segment, as plain values to send to the scheduler's process."""
+    """Address of a segment, as plain values to send to the scheduler's process."""
 
     pid: int
     descriptor: int
     num_slots: int
-    """Slots; extents where there are several classes."""
+    """Number of slots; of extents where there are several classes."""
     rank_slot_bytes: int
     """Bytes of one rank's piece of each slot; of each extent where there are several classes."""
     device: int
@@ -147,50 +147,50 @@ class SegmentAddress:
     boot_id: str
     pid_namespace: str
     class_bytes: tuple[int, ...] = ()
-    """Per class, bytes of this rank's piece of a slot; empty if there is only one class."""
+    """Bytes of this rank's piece of a slot, per class; empty if there is only one class."""
 
     @property
     def classes(self) -> tuple[SlotClass, ...]:
-        """The segment's slot classes, lowest numbers first."""
+        """Slot classes of the segment, lowest numbers first."""
         return _classes_of(self.num_slots, self.rank_slot_bytes, self.class_bytes)
 
 
 class ArenaSegment:
-    """One rank's memory: its piece of each slot, class by class. Made by `create` or `attach`."""
+    """Memory of one rank: its piece of each slot, class by class. Made by `create` or `attach`."""
 
     sharers = 1
-    """Ranks that copy to these slots or from them, each from its own mapping."""
+    """Number of ranks that copy to these slots or from them, each through its own mapping."""
 
     def __init__(self, descriptor: int, classes: Sequence[SlotClass]) -> None:
         self.classes = tuple(classes)
-        """The classes of all slots of the segment, lowest numbers first."""
+        """Classes of all slots of the segment, lowest numbers first."""
         self.descriptor = descriptor
-        """The descriptor of the memfd; open until `close`."""
+        """Descriptor of the memfd; open until `close`."""
         self._closed = False
         self.pieces = _pieces_of(self.classes)
-        """What is pinned as a whole and counted by `usable_slots`: slots; extents where these have several classes."""
+        """Units of pinning and of `usable_slots`: slots; extents where there are several classes."""
         self.unit = "extent" if self.classes[0].extent_bytes else "slot"
-        """What one of the pieces is called."""
+        """Name of one of the pieces."""
         ends = [one.end for one in self.pieces]
         size = ends[-1]
         self._mapping, start = map_aligned(descriptor, size)
         self.memory = memoryview(self._mapping)[start : start + size]
-        """All slots, one behind the other, writable."""
+        """All slots, adjacent and writable."""
         self.notice = memoryview(self._mapping)[size + HUGE_BYTES - NOTICE_BYTES : size + HUGE_BYTES - USABLE_BYTES]
-        """The file's last page, which no slot reaches, but its last bytes; zeros at first."""
+        """Last page of the file, behind all slots, without its last bytes; zeros at first."""
         self._usable = memoryview(self._mapping)[size + HUGE_BYTES - USABLE_BYTES :].cast("I")
         self.mapped_at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        """The address of the first slot in this process."""
+        """Address of the first slot in this process."""
         self.pages = PageTaker(descriptor, self.mapped_at, ends)
         """Takes the slots' memory from the machine."""
         self._advise(mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP)  # prompts do not belong into core dumps
 
     @classmethod
     def create(cls, num_slots: int, rank_slot_bytes: int, ranks_on_host: int = 1) -> ArenaSegment:
-        """New memory with one class of slots, in the worker.
+        """Make memory with one class of slots, in the worker.
 
-        Pages are taken from the machine at first use or by `pages`. Raises ConfigError if `ranks_on_host`
-        segments of this size are more than the machine can give now, besides what it owes to other engines' arenas.
+        Pages are taken from the machine at first use or by `pages`. Raises ConfigError if the machine has no memory now
+        for `ranks_on_host` segments of this size beside the arenas of other engines.
         """
         return cls._create(num_slots, rank_slot_bytes, (), ranks_on_host)
 
@@ -209,10 +209,10 @@ class ArenaSegment:
         size = count * num_bytes
         descriptor = os.memfd_create(MEMFD, os.MFD_CLOEXEC)
         try:
-            os.fchmod(descriptor, 0o600)  # it is made readable for all users, and can be opened through /proc only
+            os.fchmod(descriptor, 0o600)  # a memfd is readable for all users at first, through /proc
             os.ftruncate(descriptor, size + HUGE_BYTES)
-            what = "extents" if class_bytes else "blocks"
-            require_available(MEMFD, descriptor, f"{count} {what} of {format_size(num_bytes)}", size, ranks_on_host)
+            unit = "extents" if class_bytes else "blocks"
+            require_available(MEMFD, descriptor, f"{count} {unit} of {format_size(num_bytes)}", size, ranks_on_host)
             return cls(descriptor, _classes_of(count, num_bytes, class_bytes))
         except OSError as error:
             os.close(descriptor)
@@ -226,27 +226,25 @@ class ArenaSegment:
 
     @classmethod
     def attach(cls, address: SegmentAddress) -> ArenaSegment:
-        """Map a segment that a worker on this host, or this process, has made.
+        """Map a segment made by a worker on this host, or by this process.
 
         Raises KvpactError if the worker is gone, on another host or in another pid namespace.
         """
-        where = f"the arena of worker process {address.pid}"
+        name = f"the arena of worker process {address.pid}"
         if address.boot_id != boot_id() or address.pid_namespace != pid_namespace():
-            raise KvpactError(
-                f"{where} is on another host or in another pid namespace; all ranks must share this one's"
-            )
+            raise KvpactError(f"{name} is on another host or in another pid namespace; all ranks must share this one's")
         try:
             descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise KvpactError(
-                f"{where} cannot be opened ({error.strerror}): the worker must be alive and run as the same user"
+                f"{name} cannot be opened ({error.strerror}): the worker must be alive and run as the same user"
             ) from error
         try:
             found = os.fstat(descriptor)
             expected = (address.device, address.inode, _pieces_of(address.classes)[-1].end + HUGE_BYTES)
             if (found.st_dev, found.st_ino, found.st_size) != expected:
                 raise KvpactError(
-                    f"{where} is not what descriptor {address.descriptor} shows now (device, inode, bytes): expected "
+                    f"{name} is not behind descriptor {address.descriptor} any more (device, inode, bytes): expected "
                     f"{expected}, found {(found.st_dev, found.st_ino, found.st_size)}; the worker has closed it"
                 )
             return cls(descriptor, address.classes)
@@ -256,12 +254,12 @@ class ArenaSegment:
 
     @property
     def num_slots(self) -> int:
-        """The slots of all classes; extents where these have several classes."""
+        """Number of slots of all classes; of extents where there are several classes."""
         return self.pieces[-1].slots.stop
 
     @property
     def usable_slots(self) -> int:
-        """How many of `num_slots`, from number 0 on, this rank can copy now; a device may pin them one by one."""
+        """Number of slots, from number 0 on, that this rank can copy now; a device may pin them one by one."""
         return self._usable[USABLE] - 1 if self._usable[USABLE] else self.num_slots
 
     @usable_slots.setter
@@ -270,7 +268,7 @@ class ArenaSegment:
 
     @property
     def standing(self) -> Standing:
-        """What is known of this rank's copies."""
+        """Verdict on this rank's copies."""
         return STANDINGS[self._usable[STANDING]]
 
     @standing.setter
@@ -279,11 +277,11 @@ class ArenaSegment:
 
     @property
     def judged_from(self) -> int:
-        """The engine may write to the blocks of saves with lower numbers: what lies there says nothing of a copy."""
+        """Lowest number of a save whose blocks prove a copy; the engine may write to the blocks of earlier saves."""
         return self.notice.cast("Q")[JUDGED_FROM]
 
     def count_unmade(self, reason: UnmadeCheck) -> None:
-        """A check of this rank was not made."""
+        """Count a skipped check of this rank."""
         self._usable[UNMADE + REASONS.index(reason)] += 1
 
     @property
@@ -292,7 +290,7 @@ class ArenaSegment:
         return max(one.slot_bytes for one in self.classes)
 
     def address(self) -> SegmentAddress:
-        """What another process of this host needs to attach; valid as long as this segment is open."""
+        """Address by which another process of this host attaches; valid as long as this segment is open."""
         found = os.fstat(self.descriptor)
         (pieces,) = self.pieces
         return SegmentAddress(
@@ -308,36 +306,36 @@ class ArenaSegment:
         )
 
     def class_of(self, slot: int) -> SlotClass:
-        """Raises PactViolation for a slot that is not there."""
+        """Class of a slot. Raises PactViolation for a slot that does not exist."""
         for one in self.classes:
             if slot in one.slots and (not one.extent_bytes or one.has(slot)):
                 return one
         raise PactViolation(f"slot {slot} is outside the arena's {self.num_slots} {self.unit}s")
 
     def slot_view(self, slot: int) -> memoryview:
-        """The piece of `slot`, writable and page aligned. Raises PactViolation for a slot that is not there."""
+        """View of a slot's piece, writable and page aligned. Raises PactViolation for a slot that does not exist."""
         slot_class = self.class_of(slot)
         start = slot_class.start_of(slot)
         return self.memory[start : start + slot_class.slot_bytes]
 
     def class_view(self, slot_class: SlotClass) -> memoryview:
-        """The memory in which a class has its slots, writable."""
+        """View of the memory of a class's slots, writable."""
         return self.memory[slot_class.offset : slot_class.end]
 
     def use(self, slots: Sequence[int]) -> None:
-        """Have the pages after these slots ready; the slots are in use, or about to be."""
+        """Take the pages after these slots, which are in use, or about to be."""
         for one in self.classes:
             last = max((slot for slot in slots if slot in one.slots), default=None)
             if last is not None:
                 self.pages.use(one.start_of(last) + one.slot_bytes)
 
     def place_pages(self, *, huge: bool, node: int | None = None) -> None:
-        """Before any page is taken: they are to be huge ones, and to come from this node, if the kernel has them."""
+        """Before any page is taken: ask the kernel for huge pages, and for pages from this node."""
         if node is not None:
             try:
                 numa.prefer(node, self.mapped_at, len(self.memory))
             except OSError as error:
-                logger.info("arena: its memory may lie on any node, not only on the device's, %d: %s", node, error)
+                logger.info("arena: its memory may be on any node, not only on the device's node %d: %s", node, error)
         self.pages.huge = huge
         if not huge:
             self._advise(mmap.MADV_NOHUGEPAGE)
@@ -357,14 +355,14 @@ class ArenaSegment:
             self.memory.release()
             self.notice.release()
             known = self._usable
-            self._usable = memoryview(bytes(known)).cast("I")  # what was known at the end can still be asked
+            self._usable = memoryview(bytes(known)).cast("I")  # the last numbers can still be read
             known.release()
             self._mapping.close()
         os.close(self.descriptor)
 
 
 class Arena:
-    """The segments with slots, in rank order: a slot is one piece of each. The scheduler's process works on this.
+    """Segments with slots, in rank order: a slot is one piece of each. For the scheduler's process.
 
     `others` are the segments of ranks whose slots lie in one of `segments`: see `SharedSlots`. Raises PactViolation
     without a segment, and if a slot is of one class on one rank and of another on the next.
@@ -376,31 +374,31 @@ class Arena:
         self.segments = tuple(segments)
         self._all = (*segments, *others)
         self.num_ranks = len(self._all)
-        """All that copy to slots or from them, and report each job."""
+        """Number of ranks that copy to slots or from them, and report each job."""
         self.slots = _slots_of_all(self.segments)
-        """The numbers of each class's slots of which every rank has its piece."""
+        """Numbers of each class's slots of which every rank has its piece."""
         ranks = [[one.places for one in segment.classes] for segment in segments]
         self.places = tuple(min(filter(None, places), default=0) for places in zip(*ranks, strict=True))
-        """Per class, slots in an extent of which each rank has its piece; 0 if no rank has any bytes of it."""
+        """Slots in an extent of which each rank has its piece, per class; 0 if no rank has any bytes of it."""
         self.num_slots = min(segment.num_slots for segment in segments)
-        """Slots of all classes; extents where there are several classes."""
+        """Number of slots of all classes; of extents where there are several classes."""
         sizes = [[one.slot_bytes for one in segment.classes] for segment in segments]
         self.class_bytes = tuple(map(sum, zip(*sizes, strict=True)))
-        """Per class, bytes of a slot over all ranks."""
+        """Bytes of a slot over all ranks, per class."""
         self.slot_bytes = max(self.class_bytes)
         """Bytes of the largest slot, over all ranks."""
         self.rank_slot_bytes = max(segment.rank_slot_bytes for segment in segments)
-        """Bytes of the largest slot, on the rank that has most of it."""
+        """Bytes of the largest slot, on the rank with the largest piece of it."""
         self._growing = any(segment.usable_slots < self.num_slots for segment in self._all)
 
     @property
     def least_slots(self) -> int:
-        """Slots, if all memory is of the class of which the fewest go into it."""
+        """Least number of slots: if all memory belongs to the class with the fewest slots in an extent."""
         return self.num_slots * min(filter(None, self.places), default=1)
 
     @property
     def usable_slots(self) -> int:
-        """How many of `num_slots`, from number 0 on, all ranks can copy now; only grows, and then costs nothing."""
+        """Number of slots, from number 0 on, that all ranks can copy now; only grows, and is free once complete."""
         if not self._growing:
             return self.num_slots
         usable = min(segment.usable_slots for segment in self._all)
@@ -409,26 +407,26 @@ class Arena:
 
     @property
     def standing(self) -> Standing:
-        """The worst of all ranks'."""
+        """Worst verdict of all ranks."""
         worst = 0
         for segment in self._all:
             worst = max(worst, segment._usable[STANDING])
         return STANDINGS[worst]
 
     def judge_from(self, job_id: int) -> None:
-        """Tell all ranks that saves before this job are given up (H116). They see it at once, before any later step."""
+        """Cancel the checks of saves before this job on all ranks (H116), at once, before any later step."""
         for segment in self._all:
             segment.notice.cast("Q")[JUDGED_FROM] = job_id
 
     @property
     def unmade_checks(self) -> Mapping[UnmadeCheck, int]:
-        """Checks of all ranks that were not made."""
+        """Number of skipped checks of all ranks, by reason."""
         counts = zip(*(segment._usable[UNMADE:] for segment in self._all), strict=True)
         return dict(zip(REASONS, map(sum, counts), strict=True))
 
     def slot_space(self, rows_without_payload: int) -> SlotSpace:
-        """The rows of this memory for an index, all free and the usable ones handed out, and `rows_without_payload`
-        more, of a class of their own after all others."""
+        """Rows of this memory for an index, all free and the usable ones handed out, and `rows_without_payload` more,
+        of a class of their own after all others."""
         rows = self.num_slots, self.usable_slots, rows_without_payload
         if self.segments[0].unit == "slot":
             return PlainSlots(*rows)
@@ -441,7 +439,7 @@ class Arena:
         return [self.class_bytes[slot >> CLASS_SHIFT] for slot in slots]
 
     def slot_views(self, slot: int) -> list[memoryview]:
-        """One writable, page-aligned view per rank; their concatenation is the slot's payload."""
+        """Writable, page-aligned views of a slot, one per rank; their concatenation is the slot's payload."""
         return [segment.slot_view(slot) for segment in self.segments]
 
     def close(self) -> None:
@@ -451,7 +449,7 @@ class Arena:
 
 
 def _pieces_of(classes: Sequence[SlotClass]) -> tuple[SlotClass, ...]:
-    """The classes; as slots of one class the extents that they share."""
+    """The classes, or the extents that they share as slots of one class."""
     first = classes[0]
     return (SlotClass(range(first.num_extents), first.extent_bytes),) if first.extent_bytes else tuple(classes)
 

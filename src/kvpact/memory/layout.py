@@ -1,4 +1,4 @@
-"""How a block lies in one rank's piece of a slot: layer by layer, in whole memory pages."""
+"""Layout of a block in one rank's piece of a slot: layer by layer, in whole memory pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """The layout of one rank's piece of a slot: layer by layer, in the order of registration, in bytes."""
+    """Layout of one rank's piece of a slot: layer by layer, in the order of registration, in bytes."""
 
     layer_page_bytes: tuple[int, ...]
 
@@ -22,5 +22,5 @@ class SlotLayout:
 
     @property
     def layer_offsets(self) -> tuple[int, ...]:
-        """The offset of each layer's page in the piece."""
+        """Offset of each layer's page in the piece, in bytes."""
         return tuple(accumulate(self.layer_page_bytes, initial=0))[:-1]

@@ -1,4 +1,4 @@
-"""How a memory file is mapped, and by what a process knows that another one can open it."""
+"""Mapping of a memory file, and the ids by which a process knows that it can open another one's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from kvpact.memory.prefault import HUGE_BYTES
 
 MAP_FIXED = 0x10
-"""A flag of mmap, equal on all Linux architectures that vLLM has; Python's mmap does not name it."""
+"""Flag of mmap, equal on all Linux architectures of vLLM; Python's mmap does not name it."""
 
 
 def map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
-    """A mapping, and the offset in it where the file's first `size` bytes are aligned for huge pages.
+    """Map a file; returns the mapping and the offset in it where the first `size` bytes are aligned for huge pages.
 
     The file has `HUGE_BYTES` more, a hole that takes no memory. Raises OSError.
     """
@@ -33,7 +33,7 @@ def map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 def boot_id() -> str:
-    """Return the id of this host, and of this start of it; "" if the host does not say."""
+    """Id of this host and its boot; "" if the host has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -41,7 +41,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Return the namespace of process ids that this process is in; "" if the host does not say."""
+    """Namespace of process ids of this process; "" if the host has none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

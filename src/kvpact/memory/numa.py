@@ -1,7 +1,7 @@
-"""Which memory of the machine is near a device, and how to ask for pages from there.
+"""Memory nodes near devices, and requests for pages from there.
 
-Owns two of the kernel's calls and what /sys says of nodes; knows no segments. Without further nodes, and for devices of
-which the machine does not say where they are, there is nothing to ask for.
+Owns two of the kernel's calls and the nodes' files in /sys; knows no segments. With one node, and for devices without a
+known node, there is nothing to ask for.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Final
 SYS: Final = Path("/sys")
 
 MPOL_PREFERRED: Final = 1
-"""Take pages from this node, or from another one if it has none left."""
+"""Mode: take pages from this node, or from another one if it has none left."""
 
 MPOL_F_ADDR: Final = 2
 
 SYSCALLS: Final = {"x86_64": (237, 239), "aarch64": (235, 236)}
-"""Machine -> the numbers of mbind and get_mempolicy; libc has no function for them."""
+"""Machine -> numbers of mbind and get_mempolicy; libc has no function for them."""
 
 _WORD_BITS: Final = ctypes.sizeof(ctypes.c_ulong) * 8
 _WORDS: Final = 1024 // _WORD_BITS
-"""Words of a mask with a bit for as many nodes as Linux can have."""
+"""Words of a mask with a bit for each node that Linux can have."""
 
 
 def near_node(pci_bus_id: str) -> int | None:
-    """The memory node of a PCI device ("0000:65:00.0"); None if the machine has one node only, or does not say."""
+    """Memory node of a PCI device ("0000:65:00.0"); None if the machine has only one, or it is unknown."""
     node = -1
     with contextlib.suppress(OSError, ValueError):
         if (SYS / "devices/system/node/online").read_text().strip() != "0":
@@ -38,10 +38,10 @@ def near_node(pci_bus_id: str) -> int | None:
 
 
 def prefer(node: int, address: int, num_bytes: int) -> None:
-    """Pages that are taken from now on for this range come from `node` while it has some.
+    """Take pages of this range from `node` from now on, while it has some.
 
-    The range is whole memory pages. Of shared memory this holds for every mapping of the file. Raises OSError where the
-    kernel has no such call, or a container forbids it.
+    The range is whole memory pages. For shared memory this holds for every mapping of the file. Raises OSError where
+    the kernel has no such call, or a container forbids it.
     """
     mask = (ctypes.c_ulong * _WORDS)()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
@@ -49,8 +49,9 @@ def prefer(node: int, address: int, num_bytes: int) -> None:
 
 
 def preferred(address: int) -> int | None:
-    """The node from which pages at an address are to come; None if nothing was asked for. Raises OSError."""
-    mode, mask = ctypes.c_int(), (ctypes.c_ulong * _WORDS)()
+    """Node preferred for pages at an address; None if there is no preference. Raises OSError."""
+    mode = ctypes.c_int()
+    mask = (ctypes.c_ulong * _WORDS)()
     _call(1, ctypes.byref(mode), mask, _WORDS * _WORD_BITS + 1, address, MPOL_F_ADDR)
     nodes = [bit for bit in range(_WORDS * _WORD_BITS) if mask[bit // _WORD_BITS] >> bit % _WORD_BITS & 1]
     return nodes[0] if mode.value == MPOL_PREFERRED and nodes else None

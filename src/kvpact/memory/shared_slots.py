@@ -1,7 +1,7 @@
-"""A rank whose slots lie in another rank's segment, because both hold the same bytes in every block.
+"""Slots of a rank in another rank's segment, because both hold the same bytes in every block.
 
-Owns what such a rank has of its own: the notice of its weights, and its count of usable slots. The slots' memory
-belongs to the rank that made it, and is there as long as any process maps it.
+Owns the rank's own parts: the notice of its weights, and its count of usable slots. The slots' memory belongs to the
+rank that made it, and exists as long as any process maps it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvpact.memory.layout import PAGE_BYTES
 
 
 @contextlib.contextmanager
-def grant_turn(segment: ArenaSegment) -> Iterator[None]:
-    """Be the only one that works with a segment's slots, before they have content; a turn ends with its process."""
+def take_turn(segment: ArenaSegment) -> Iterator[None]:
+    """Lock a segment's slots, before they have content, against other ranks; a process's end releases the lock."""
     descriptor = os.open(f"/proc/self/fd/{segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -28,7 +28,7 @@ def grant_turn(segment: ArenaSegment) -> Iterator[None]:
 
 
 class SharedSlots(ArenaSegment):
-    """Another rank's slots, mapped here. Its address is that of this rank's own memory, which has no slots to use."""
+    """Slots of another rank, mapped here. Its address is that of this rank's own memory, which has no usable slots."""
 
     _own: ArenaSegment
 
@@ -40,12 +40,14 @@ class SharedSlots(ArenaSegment):
         own = ArenaSegment.create(1, PAGE_BYTES)  # the smallest; its one slot is not used
         shared.notice.release()
         shared._usable.release()
-        shared.notice, shared._usable, shared._own = own.notice, own._usable, own
+        shared.notice = own.notice
+        shared._usable = own._usable
+        shared._own = own
         shared.usable_slots = shared.num_slots
         return shared
 
     def address(self) -> SegmentAddress:
-        """Where the scheduler's process finds this rank's notice and count."""
+        """Address of this rank's notice and count, for the scheduler's process."""
         return self._own.address()
 
     def place_pages(self, *, huge: bool, node: int | None = None) -> None:

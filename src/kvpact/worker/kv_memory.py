@@ -1,7 +1,7 @@
-"""The engine's KV memory as one rank copies it: it may go away, as in vLLM's sleep mode, and come back elsewhere.
+"""KV memory of one rank, which may go away, as in vLLM's sleep mode, and come back elsewhere.
 
-Owns whether copies may be ordered. While the memory is away none is made: to touch what a device has unmapped would end
-the engine.
+Owns the permission to order copies. While the memory is away none is made: to touch memory that a device has unmapped
+would end the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL_SECONDS: Final = 0.001
 
 
 class KVMemory:
-    """The KV memory of one rank, and the jobs that copy from it and to it. For the computing thread."""
+    """KV memory of one rank, and the jobs that copy from it and to it. For the computing thread."""
 
     def __init__(
         self,
@@ -28,24 +28,24 @@ class KVMemory:
         transfers: RankTransfers,
         jobs: RankJobs,
     ) -> None:
-        """`paged` is what `PagedKV` sees in `kv_caches`; `jobs` is told of each job that ended."""
+        """`paged` views `kv_caches` as pages; `jobs` gets the outcome of each ended job."""
         self.kv_caches: Mapping[str, Any] = dict(kv_caches)
-        """Layer -> tensor, as used last."""
+        """Layer name -> tensor, as used last."""
         self._paged = paged
         self._jobs = jobs
         self.transfers = transfers
         self.group_bytes = tuple(sum(layout.layer_page_bytes) for layout in paged.layouts)
         """Per KV cache group, bytes of a block on this rank."""
         self.is_there = True
-        """Whether copies may be ordered."""
+        """True while copies may be ordered."""
 
     def poll(self) -> None:
-        """Take in what has ended."""
+        """Pass the outcomes of ended copies to the jobs."""
         for job_id, outcome in self.transfers.poll().items():
             self._jobs.end(job_id, outcome)
 
     def suspend(self, seconds: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        """The memory goes away. When this returns, nothing is being copied, and nothing will be. Idempotent.
+        """End all copies before the memory goes away; none is made until `resume`. Idempotent.
 
         Copies that have not ended after `seconds` are cancelled, and get as long again. Raises KvpactError if one goes
         on even then: the memory must stay, and copies may be ordered as before.
@@ -56,8 +56,8 @@ class KVMemory:
             self.transfers.cancel_all()
             if not self._ends(clock() + seconds, clock, sleep):
                 raise KvpactError(
-                    f"copies of KV memory go on {2 * seconds:g} s after the engine was to give it up: it must stay, "
-                    "and the engine awake; try again later"
+                    f"copies of KV memory go on {2 * seconds:g} s after the engine began to release it: keep the "
+                    "engine awake, and try again later"
                 )
         self.is_there = False
 
@@ -72,9 +72,9 @@ class KVMemory:
         return True
 
     def resume(self, kv_caches: Mapping[str, Any] | None = None) -> None:
-        """The memory is there again: in these tensors, or in those of before, wherever these lie now. Idempotent.
+        """Use the memory again: in these tensors, or in the earlier ones, wherever these lie now. Idempotent.
 
-        Comes after `suspend`. Raises ConfigError if blocks lie in it in another way: nothing is copied from then on.
+        Follows `suspend`. Raises ConfigError if its blocks have another layout: nothing is copied from then on.
         """
         if self.is_there:
             return
@@ -82,18 +82,16 @@ class KVMemory:
         paged = self._paged.seen_in(tensors)
         if _bytes_of_blocks(paged) != _bytes_of_blocks(self._paged):
             raise ConfigError(
-                "the engine's KV memory came back in another layout, for which nothing that is stored fits: nothing is "
-                "loaded or saved until this engine starts again"
+                "the engine's KV memory came back in another layout, which stored blocks do not fit: nothing is loaded "
+                "or saved until this engine starts again"
             )
         self.transfers.rebind(paged)
-        self.kv_caches, self._paged = tensors, paged
+        self.kv_caches = tensors
+        self._paged = paged
         self.is_there = True
 
 
 def _bytes_of_blocks(paged: PagedKV) -> tuple[Any, ...]:
-    """What decides the bytes of a block in its slot, as far as addresses tell."""
+    """Layout facts that determine a block's bytes in its slot, as far as addresses show."""
     layers = [replace(layer, address=0, block_stride=0, chunk_stride=0) for layer in paged.layers]
     return layers, dict(paged.layer_index), paged.cache_groups, paged.num_blocks, paged.device_type
-
-
-__all__ = ["KVMemory"]

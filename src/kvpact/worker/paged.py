@@ -1,7 +1,7 @@
 """Pages of the engine's KV memory: their addresses in the layout that the engine has chosen.
 
-Owns the view of a tensor as `[num_blocks, page_bytes]`, which layers belong to a block of each KV cache group, and the
-pairs of pages and slots; copies nothing. Imports no accelerator library; tensors are used through their own methods.
+Owns the view of a tensor as `[num_blocks, page_bytes]`, the layers of each KV cache group, and the pairs of pages and
+slots; copies nothing. Imports no accelerator library and uses tensors through their own methods.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvpact.memory.layout import SlotLayout
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 GROUPS: Final = 4
-"""Into which layers are joined at least: what a step waits for arrives beside its forward pass, piece by piece."""
+"""Least number of layer groups: loads arrive group by group, so the forward pass starts before the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """One layer's KV memory as `[num_blocks, page_bytes]`: a page is `chunks` equal runs of bytes at a fixed stride."""
+    """One layer as `[num_blocks, page_bytes]`: a page is `chunks` equal runs of bytes at a fixed stride."""
 
     name: str
     address: int
@@ -37,9 +37,9 @@ class PagedLayer:
     chunk_stride: int
     chunk_bytes: int
     tensor: Any = field(default=None, repr=False, compare=False)
-    """The layer's tensor, as the engine gave it."""
+    """Tensor of the layer, as registered by the engine."""
     block_axis: int = field(default=0, compare=False)
-    """The axis of `tensor` that counts blocks."""
+    """Axis of `tensor` that counts blocks."""
 
     @property
     def page_bytes(self) -> int:
@@ -48,7 +48,7 @@ class PagedLayer:
 
     @classmethod
     def from_tensor(cls, name: str, tensor: Any, num_blocks: int) -> PagedLayer:
-        """The pages of `tensor`. Raises ConfigError for a layout in which a page is not regular runs of bytes."""
+        """Pages of `tensor`. Raises ConfigError for a layout in which a page is not regular runs of bytes."""
         shape = _shape_of(name, tensor)
         blocks = block_axis(shape, num_blocks)
         strides = [int(stride) * int(tensor.element_size()) for stride in tensor.stride()]
@@ -87,7 +87,7 @@ class PagedLayer:
         return np.array(memory, np.uint8).reshape(len(block_ids), self.page_bytes)
 
     def view(self) -> Bytes:
-        """The memory itself, `[num_blocks, chunks, chunk_bytes]`; valid as long as the engine keeps its tensor."""
+        """View of the memory, `[num_blocks, chunks, chunk_bytes]`; valid as long as the engine keeps its tensor."""
         strides = (self.block_stride, self.chunk_stride, 1)
         shape = (self.num_blocks, self.chunks, self.chunk_bytes)
         size = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
@@ -108,7 +108,7 @@ def _shape_of(name: str, tensor: Any) -> list[int]:
 
 
 def block_axis(shape: Sequence[int], num_blocks: int) -> int | None:
-    """The axis that counts blocks: the first, or the second after keys and values; None if it is ambiguous."""
+    """Axis that counts blocks: the first, or the second after keys and values; None if it is ambiguous."""
     behind_halves = len(shape) == 5 and shape[0] == 2
     if behind_halves and shape[1] % num_blocks == 0:
         return None if num_blocks == 2 else 1
@@ -120,7 +120,7 @@ class PagedKV:
     """All layers of the engine's KV memory on one rank: KV cache group by group, in each in the order of registration.
 
     A block belongs to one KV cache group, and is a page of each of its layers. Pages of several groups may lie at the
-    same addresses: what owns them is the block.
+    same addresses: the block owns them.
     """
 
     layers: tuple[PagedLayer, ...]
@@ -131,27 +131,26 @@ class PagedKV:
     """Layers whose pages of a block are adjacent, so that one copy moves them all; in forward order."""
     device_type: str
     tensors: tuple[Any, ...] = field(repr=False)
-    """Kept so that the memory stays valid."""
+    """Tensors of all layers, kept so that the memory stays valid."""
     cache_groups: tuple[range, ...]
-    """The layers of each KV cache group, in the engine's numbering; one may have none on this rank."""
+    """Layers of each KV cache group, in the engine's numbering; a group may have none on this rank."""
 
     @classmethod
     def from_tensors(
         cls, kv_caches: Mapping[str, Any], num_blocks: int, cache_groups: Sequence[Sequence[str]] = ()
     ) -> PagedKV:
-        """See the engine's tensors as pages; names that share one memory (cross-layer sharing) count as one layer.
+        """View the engine's tensors as pages; names that share one memory (cross-layer sharing) count as one layer.
 
         `cache_groups` has the layer names of each KV cache group; a single one, or none, is all layers. Raises
-        ConfigError if there is nothing, if devices differ, for a layout that cannot be seen as pages, and for a layer
-        of no group.
+        ConfigError without layers, if devices differ, for a layout without pages, and for a layer of no group.
         """
         tensors = tuple(kv_caches.values())
         devices = {str(tensor.device.type) for tensor in tensors if hasattr(tensor, "device")}
         pages = {name: PagedLayer.from_tensor(name, tensor, num_blocks) for name, tensor in kv_caches.items()}
         if not tensors:
             raise ConfigError(
-                "this rank has no layer at all that keeps keys, values or states, so that there is nothing to store: "
-                "use fewer pipeline stages, or serve this model without kvpact"
+                "this rank has no layer with keys, values or states to store: use fewer pipeline stages, or serve this "
+                "model without kvpact"
             )
         if len(devices) != 1:
             raise ConfigError(f"the KV memory must be on one device, found {sorted(devices) or 'none'}")
@@ -174,7 +173,7 @@ class PagedKV:
         return replace(made, groups=tuple(made.in_forward_order(groups)))
 
     def seen_in(self, kv_caches: Mapping[str, Any]) -> PagedKV:
-        """Return the same layers in other memory. Raises ConfigError like `from_tensors`."""
+        """View of the same layers in other memory. Raises ConfigError like `from_tensors`."""
         names = [[name for name, layer in self.layer_index.items() if layer in group] for group in self.cache_groups]
         return self.from_tensors(kv_caches, self.num_blocks, names)
 
@@ -184,7 +183,7 @@ class PagedKV:
         return np.concatenate([layer.read(block_ids) for layer in self.layers[group.start : group.stop]], axis=1)
 
     def in_forward_order(self, parts: Iterable[range]) -> list[range]:
-        """Parts of KV cache groups as the model reaches them, as far as the numbers in layers' names tell.
+        """Parts of KV cache groups in the order in which the model computes them, by the numbers in layers' names.
 
         Layers of one group stay in their order.
         """
@@ -196,33 +195,33 @@ class PagedKV:
         return sorted(parts, key=lambda part: depths[part.start])
 
     def cache_group_of(self, layer: int) -> int:
-        """The number of the KV cache group to which a layer belongs."""
+        """Number of the KV cache group to which a layer belongs."""
         return next(number for number, group in enumerate(self.cache_groups) if layer in group)
 
     @property
     def layouts(self) -> tuple[SlotLayout, ...]:
-        """Per KV cache group, the layout of one block of this rank in its arena slot."""
+        """Layout of one block of this rank in its arena slot, per KV cache group."""
         pages = [layer.page_bytes for layer in self.layers]
         return tuple(SlotLayout(tuple(pages[group.start : group.stop])) for group in self.cache_groups)
 
     @property
     def layout(self) -> SlotLayout:
-        """The layout of the only KV cache group."""
+        """Layout of the only KV cache group."""
         (only,) = self.layouts
         return only
 
     @property
     def rank_slot_bytes(self) -> int:
-        """Bytes of this rank's piece of a slot that has room for a block of any KV cache group."""
+        """Bytes of this rank's piece of a slot with room for a block of any KV cache group."""
         return max(layout.rank_slot_bytes for layout in self.layouts)
 
     @property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Where in its group's slot each layer's page begins, in bytes."""
+        """Offset of each layer's page in its group's slot, in bytes."""
         return tuple(offset for layout in self.layouts for offset in layout.layer_offsets)
 
     def joined(self, group: range) -> PagedLayer:
-        """The layers of a group as one."""
+        """Layers of a group as one layer."""
         layers = self.layers[group.start : group.stop]
         page_bytes = sum(layer.chunk_bytes for layer in layers)
         return layers[0] if len(layers) == 1 else replace(layers[0], chunk_bytes=page_bytes, chunk_stride=page_bytes)
@@ -233,10 +232,10 @@ def _is_same_memory(layer: PagedLayer, other: PagedLayer) -> bool:
 
 
 def _names_by_group(pages: Mapping[str, PagedLayer], cache_groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The names of each KV cache group that are here, in the order of registration.
+    """Names of each KV cache group's layers on this rank, in the order of registration.
 
-    A name that no group has must share the memory of one that a group has; it is left out then, and a step that reads
-    it waits for all layers. Raises ConfigError otherwise, and for a name that two groups have.
+    A name without a group must share the memory of one with a group; it is omitted then, and a step that reads it
+    waits for all layers. Raises ConfigError otherwise, and for a name in two groups.
     """
     if len(cache_groups) <= 1:
         return [list(pages)]
@@ -248,24 +247,25 @@ def _names_by_group(pages: Mapping[str, PagedLayer], cache_groups: Sequence[Sequ
     for name in (name for name in pages if name not in owner):
         if not any(_is_same_memory(pages[name], pages[other]) for other in owner if other in pages):
             raise ConfigError(
-                f"layer {name} is in none of the {len(cache_groups)} KV cache groups, so that nobody knows which of "
-                "its blocks a request has"
+                f"layer {name} is in none of the {len(cache_groups)} KV cache groups, so a request's blocks of it are "
+                "unknown"
             )
     return [[name for name in pages if owner.get(name) == number] for number in range(len(cache_groups))]
 
 
 def _depth(name: str) -> int:
-    """The number of a layer in the model, by its name: the first one in it; 0 without any."""
+    """Number of a layer in the model, the first one in its name; 0 without any."""
     found = re.search(r"(?<![^.])\d+(?![^.])", name)
     return int(found[0]) if found else 0
 
 
 def join_adjacent(layers: Sequence[PagedLayer], numbers: range, most: int) -> tuple[range, ...]:
-    """Return the layers with these numbers in groups of at most `most` whose pages of a block are adjacent."""
+    """Groups of at most `most` of these layers, whose pages of a block are adjacent."""
     groups: list[range] = []
     for number in numbers:
         group = groups[-1] if groups else range(0)
-        layer, first = layers[number], layers[group.start]
+        layer = layers[number]
+        first = layers[group.start]
         bytes_before = sum(one.chunk_bytes for one in layers[group.start : number])
         joins = (
             0 < len(group) < most
@@ -282,13 +282,13 @@ def join_adjacent(layers: Sequence[PagedLayer], numbers: range, most: int) -> tu
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The pairs of blocks and slots, computed once for all layers."""
+    """Pairs of blocks and slots, computed once for all layers."""
 
     block_ids: npt.NDArray[np.intp]
     slots: npt.NDArray[np.intp]
-    """Counted from the first one of their class."""
+    """Slots, counted from the first one of their class."""
     runs: tuple[tuple[int, int, int], ...]
-    """(first block id, first slot, count) of runs that are adjacent on both sides."""
+    """Runs that are adjacent on both sides: (first block id, first slot, count)."""
 
     @classmethod
     def of(cls, block_ids: Sequence[int], slots: Sequence[int], first_slot: int = 0) -> CopyPlan:

@@ -1,7 +1,7 @@
-"""Whether a device's copies do what they say, tried before anything is served: blocks out and back, bit for bit.
+"""Test of a device's copies before anything is served: blocks out and back, bit for bit.
 
-Owns the trial, and how blocks are compared with slots. It runs over any `TransferEngine`, on memory that the engine
-does not use yet, and leaves it as it was.
+Owns the test, and the comparison of blocks with slots. It runs over any `TransferEngine`, on memory that the engine
+does not use yet, and restores it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 MAX_BLOCKS: Final = 64
 
 TRIAL_SLOTS: Final = 3
-"""For each block: what it held, the pattern, and what came back of it."""
+"""Slots for each block: its own content, the pattern, and the copy that came back."""
 
 DEADLINE_SECONDS: Final = 10.0
-"""For each copy: one that takes longer is counted as one that never ends."""
+"""Seconds for each copy; one that takes longer counts as one that never ends."""
 
 LIMIT_SECONDS: Final = 0.2
-"""For all blocks in and out again: 256 MiB of Llama-3-8B take 5 ms of a bus of 55 GB/s, and 0.13 s of one of 2 GB/s."""
+"""Seconds for all blocks in and out again: 256 MiB of Llama-3-8B take 5 ms at 55 GB/s, and 0.13 s at 2 GB/s."""
 
 ATTEMPTS: Final = 3
-"""The best one counts: the first compiles the kernel for small pages, and the machine may be busy with other things."""
+"""Attempts, of which the best counts: the first compiles the kernel for small pages, and the machine may be busy."""
 
 PIECE_BYTES: Final = 4 << 20
-"""Bytes of blocks that are read at a time to be compared."""
+"""Bytes of blocks that are compared at a time."""
 
 
 def differences(
@@ -50,10 +50,10 @@ def differences(
     slots: Sequence[int],
     run: Callable[[Callable[[], Bytes]], Bytes] = lambda read: read(),
 ) -> Iterator[set[int]]:
-    """Yield, piece by piece, the blocks of a KV cache group that are not what their slots are.
+    """Yield, piece by piece, the blocks of a KV cache group whose bytes differ from their slots'.
 
-    They are read by indexing the engine's own tensors, so that a wrong address cannot prove itself. `run` calls what
-    reads.
+    Reads blocks by indexing the engine's own tensors, so that a wrong address cannot prove itself; `run` calls the
+    reading function.
     """
     size = sum(paged.layouts[group_id].layer_page_bytes)
     count = max(1, PIECE_BYTES // max(1, size))
@@ -67,15 +67,15 @@ def differences(
 def differing(
     paged: PagedKV, segment: ArenaSegment, group_id: int, block_ids: Sequence[int], slots: Sequence[int]
 ) -> set[int]:
-    """All `differences`."""
+    """Union of all `differences`."""
     return set().union(*differences(paged, segment, group_id, block_ids, slots))
 
 
 def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSegment, usable_slots: int) -> None:
     """Copy a pattern into blocks of each KV cache group and out again, by slots of the group's class.
 
-    The first `usable_slots` slots may be used, or the slots of as many extents; `TRIAL_SLOTS` for each block. Raises
-    ConfigError if there are fewer, or it does not come back, or not in `LIMIT_SECONDS`.
+    Uses the first `usable_slots` slots, or the slots of as many extents; `TRIAL_SLOTS` for each block. Raises
+    ConfigError if there are fewer, or the pattern does not come back, or not within `LIMIT_SECONDS`.
     """
     for group_id, (layout, slot_class) in enumerate(
         zip(paged.layouts, group_classes(paged, segment.classes), strict=True)
@@ -87,7 +87,7 @@ def require_round_trip(engine: TransferEngine, paged: PagedKV, segment: ArenaSeg
         count = min(len(slots) // TRIAL_SLOTS, paged.num_blocks - 1)
         if count < 1:
             raise ConfigError(
-                f"memory: {len(slots)} usable blocks are too few to try the device's copies: {TRIAL_SLOTS} are needed"
+                f"memory: {len(slots)} usable blocks are too few to test the device's copies: {TRIAL_SLOTS} are needed"
             )
         _try_group(engine, paged, segment, slots[: TRIAL_SLOTS * count], group_id, block_bytes)
 
@@ -100,7 +100,7 @@ def _try_group(
     group_id: int,
     block_bytes: int,
 ) -> None:
-    """The trial of one KV cache group, with blocks of `block_bytes`, three of these slots for each."""
+    """Test one KV cache group, with blocks of `block_bytes` bytes, three of these slots for each."""
     count = len(slots) // TRIAL_SLOTS
     blocks = tuple(range(1, 2 * count, 2)) if 2 * count <= paged.num_blocks else tuple(range(1, count + 1))
     kept, pattern, back = (tuple(slots[part * count : (part + 1) * count]) for part in range(TRIAL_SLOTS))
@@ -122,20 +122,20 @@ def _try_group(
     if wrong:
         raise ConfigError(
             f"the copies of this {paged.device_type} device cannot be used: {wrong} of {count} blocks came back "
-            "with other bytes, or were not where the engine reads them; please report this with what `kvpact doctor "
-            "--gpu` says"
+            "with other bytes, or were not where the engine reads them; please report this with the output of `kvpact "
+            "doctor`"
         )
     if seconds > LIMIT_SECONDS:
         raise ConfigError(
             f"the copies of this {paged.device_type} device are too slow to be used: {count} blocks of "
             f"{format_size(block_bytes)} in and out again took {seconds:.2f} s in the best of {ATTEMPTS} attempts, and "
-            f"may take {LIMIT_SECONDS:g} s; `kvpact doctor --gpu` says what this machine's bus can do"
+            f"may take {LIMIT_SECONDS:g} s; `kvpact doctor` measures this machine's bus"
         )
     logger.info("%d blocks in and out again: %.1f ms, bit for bit", count, seconds * 1e3)
 
 
 def _best_of_attempts(trial: _Trial, pattern: tuple[int, ...], back: tuple[int, ...]) -> float:
-    """Seconds that the pattern took into the blocks and out again; attempts end with the first one in time."""
+    """Seconds of the best copy of the pattern in and out again; the first one in time ends the attempts."""
     best = float("inf")
     for _ in range(ATTEMPTS):
         began = time.monotonic()
@@ -148,7 +148,7 @@ def _best_of_attempts(trial: _Trial, pattern: tuple[int, ...], back: tuple[int, 
 
 
 class _Trial:
-    """Jobs over the same blocks, one after the other."""
+    """Jobs over the same blocks, one after another."""
 
     def __init__(self, engine: TransferEngine, blocks: tuple[int, ...], group_id: int) -> None:
         self._engine = engine
@@ -179,6 +179,3 @@ class _Trial:
         for transfer in transfers:
             if transfer.failed:
                 raise ConfigError(f"copies {way} the KV memory failed: {transfer.error}") from transfer.error
-
-
-__all__ = ["differences", "differing", "require_round_trip"]

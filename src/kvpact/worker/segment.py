@@ -1,6 +1,6 @@
 """A rank's memory for slots: its own, or that of the first of the ranks that hold the same bytes in every block.
 
-Owns who makes the memory, and how the others of these ranks find it: by one message, which each of them waits for while
+Owns its creation, and the one message by which the others of these ranks find it, for which each of them waits while
 the engine starts.
 """
 
@@ -24,12 +24,12 @@ from kvpact.wire import LentSegment, decode, encode
 logger = logging.getLogger(__name__)
 
 TellOthers: TypeAlias = Callable[[bytes], bytes]
-"""Called once by each of the ranks with the same bytes, at the same time; returns what the first of them was given."""
+"""Called once by each of the ranks with the same bytes, at the same time; returns the argument of the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which ranks hold the same bytes in every block: `same_kv` neighbours, of which the first stores them for all."""
+    """Ranks that hold the same bytes in every block: `same_kv` neighbours, of which the first stores them for all."""
 
     rank: int
     world_size: int
@@ -41,27 +41,27 @@ class Sharing:
 
     @property
     def first(self) -> int:
-        """The first of the ranks with this one's bytes."""
+        """Number of the first rank with this one's bytes."""
         return self.rank - self.rank % self.same_kv
 
     @property
     def stores(self) -> bool:
-        """Whether this rank writes to slots; the others of `same_kv` only read them."""
+        """True for the rank that writes to slots; the others of `same_kv` only read them."""
         return self.rank == self.first
 
     @property
     def slots_of(self) -> int | None:
-        """The rank that has this one's slots, if it is another."""
+        """Rank that has this one's slots, if it is another; else None."""
         return None if self.stores else self.first
 
     @property
     def pieces(self) -> int:
-        """Pieces of a slot, over all ranks."""
+        """Number of pieces of a slot, over all ranks."""
         return self.world_size // self.same_kv
 
     @property
     def piece(self) -> int:
-        """Which of them is this rank's."""
+        """Number of this rank's piece of a slot."""
         return self.rank // self.same_kv
 
     def classes_of(self, group_bytes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -73,12 +73,12 @@ class Sharing:
         return self.classes_of(group_bytes)[0] if segment.unit == "extent" else (0,) * len(group_bytes)
 
     def step_budget(self, config: KvpactConfig) -> int:
-        """Bytes that a step may load of what it finds; where another rank reads, that one sees to it."""
+        """Most bytes that a step may load of blocks that it finds; unlimited where another rank reads."""
         return config.sync_load_budget if self.stores else maxsize
 
 
 def open_segment(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sharing) -> ArenaSegment:
-    """The memory with this rank's slots, for blocks of each of these KV cache groups.
+    """Open the memory with this rank's slots, for blocks of each of these KV cache groups.
 
     Caches of other authors know slots of one class only, which then has room for the largest block.
     Raises ConfigError if `memory` does not fit in this machine, or if the rank that has the slots cannot share them.
@@ -113,22 +113,19 @@ def _create(config: KvpactConfig, layouts: Sequence[SlotLayout], place: Sharing)
     return ArenaSegment.create_extents(extents, place.pieces)
 
 
-def _borrow(pages: tuple[int, ...], place: Sharing, told: bytes) -> ArenaSegment:
-    if not told:
+def _borrow(pages: tuple[int, ...], place: Sharing, message: bytes) -> ArenaSegment:
+    if not message:
         raise ConfigError(f"rank {place.first} has no memory that rank {place.rank} could share: see its log")
-    lent = decode(told, LentSegment)
+    lent = decode(message, LentSegment)
     if lent.layer_page_bytes != pages:
         raise ConfigError(
-            f"rank {place.rank} is to share the memory of rank {place.first}, and their blocks differ: "
+            f"rank {place.rank} cannot share the memory of rank {place.first}, because their blocks differ: "
             f"{sum(pages)} bytes in {len(pages)} layers here, "
             f"{sum(lent.layer_page_bytes)} bytes in {len(lent.layer_page_bytes)} layers there"
         )
     try:
         segment = SharedSlots.attach(lent.segment)
     except KvpactError as error:
-        raise ConfigError(f"rank {place.rank} is to share the memory of rank {place.first}: {error}") from error
+        raise ConfigError(f"rank {place.rank} cannot share the memory of rank {place.first}: {error}") from error
     segment.sharers = place.same_kv
     return segment
-
-
-__all__ = ["Sharing", "TellOthers", "open_segment"]

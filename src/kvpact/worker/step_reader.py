@@ -1,8 +1,8 @@
-"""One rank's own way into the shared tiers, for what it must know before a step begins.
+"""Reads by one rank from the shared tiers, before a step begins.
 
-Owns the rank's clients of the tiers, their threads, and the memory that tiers read into: never a slot, because a read
-that is given up may go on writing. Each rank reads whole blocks, checked, and keeps its part of them. Waits, but never
-beyond its deadline: every request of the step waits too.
+Owns the rank's clients of the tiers, their threads, and the memory that tiers read into: never a slot, because a
+cancelled read may go on writing. Each rank reads whole blocks, verified, and keeps its part of them. Waits, but never
+beyond its deadline, because every request of the step waits too.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from kvpact.worker.segment import Sharing
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 16 << 20
-"""Bytes of one read: what a deadline finds unfinished is lost."""
+"""Bytes of one read; reads not finished by the deadline are lost."""
 
 LENT_BYTES = 256 << 20
-"""Memory that tiers read into, half of it one tier alone; what is given up is theirs until they are done with it."""
+"""Bytes that tiers read into, half of them one tier alone; a cancelled read keeps its memory until it ends."""
 
 PAUSE_SECONDS = 2e-4
-"""Between two looks at the tiers' threads."""
+"""Seconds between two polls of the tiers' threads."""
 
 
 @dataclass(eq=False, slots=True)
 class Wanted:
-    """Blocks that a step is to compute: `keys` from a request's first block on, of which those from `start` on."""
+    """Blocks that a step is to compute: those of `keys`, which count from a request's first block, from `start` on."""
 
     job_id: int
     keys: Sequence[BlockKey]
@@ -51,7 +51,7 @@ class Wanted:
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """A shared tier, as this rank uses it; `position` is the scheduler's half's name for it."""
+    """Shared tier, as this rank uses it; `position` is its number on the scheduler side."""
 
     position: int
     client: TierClient
@@ -59,7 +59,7 @@ class _Source:
 
 @dataclass(eq=False, slots=True)
 class _Walk:
-    """How far the blocks of one look-up have come, and from which tier the next are being read."""
+    """Progress of one look-up: the next block, and the tier from which it is being read."""
 
     wanted: Wanted
     at: int
@@ -69,7 +69,7 @@ class _Walk:
 
 
 def room_in_step(budget: int, store: SharedTierConfig, loads: Sequence[LoadJob]) -> int:
-    """Blocks that a step may load besides the `loads` that it waits for already; the same on all ranks.
+    """Number of blocks that a step may load besides the `loads` that it waits for already; the same on all ranks.
 
     `budget` is in bytes on each rank, and counts for that with the largest part of a block.
     """
@@ -80,7 +80,7 @@ def room_in_step(budget: int, store: SharedTierConfig, loads: Sequence[LoadJob])
 def reader_for(
     config: KvpactConfig, sharing: Sharing, num_groups: int, keep: Callable[[int, memoryview], None]
 ) -> StepReader | FirstRanksReader | None:
-    """How a rank learns before a step what shared tiers have of it; None if it need not know.
+    """Reader of shared tiers for a rank before a step; None if the configuration has no look-ups there.
 
     Raises ConfigError for several KV cache groups: a step's look-up has the keys of one.
     """
@@ -95,7 +95,7 @@ def reader_for(
 
 
 class StepReader:
-    """Reads for one rank, whose part of each block is taken to its place by `keep(slot, part)`."""
+    """Reads for one rank; `keep(slot, part)` stores its part of each block."""
 
     def __init__(self, config: KvpactConfig, rank: int, keep: Callable[[int, memoryview], None]) -> None:
         """`rank` counts those that have slots of their own."""
@@ -107,16 +107,16 @@ class StepReader:
         self._bounds: list[tuple[int, int]] = []
         self._block_bytes = 0
         self._reads: list[StoreRead] = []
-        """What the running call of `read` has read."""
+        """Reads of the running call of `read`."""
         self._tickets = count(1)
         self._walks: dict[int, _Walk] = {}
         self._crowded: list[_Walk] = []
-        """Which wait until their tier has less to read."""
+        """Look-ups that wait until their tier has less to read."""
 
     def read(
         self, store: SharedTierConfig, wanted: Sequence[Wanted], most: int
     ) -> tuple[dict[int, int], tuple[StoreRead, ...]]:
-        """By job, how many blocks in a row from the start are in their slots now; and what was read from which tier.
+        """Job id -> number of consecutive blocks from the start that are in their slots now; and the reads by tier.
 
         Takes at most `step_deadline`, and ends as soon as the first of `wanted` have `most` blocks together.
         """
@@ -139,13 +139,15 @@ class StepReader:
 
     def _go_on(self, walk: _Walk) -> None:
         """Ask the next tier, in the user's order, for the next blocks."""
-        left, now = len(walk.wanted.keys) - walk.at, time.monotonic()
+        left = len(walk.wanted.keys) - walk.at
+        now = time.monotonic()
         while left and walk.tier < len(self._sources):
             client = self._sources[walk.tier].client
             number = min(left, max(1, READ_BYTES // self._block_bytes), client.room)
             walk.buffers = self._new_buffers(number) if client.health.may_read else []
             walk.op_id = next(self._tickets)
-            before, keys = walk.wanted.keys[: walk.at], walk.wanted.keys[walk.at : walk.at + number]
+            keys = walk.wanted.keys[walk.at : walk.at + number]
+            before = walk.wanted.keys[: walk.at]
             if walk.buffers and client.submit_get(walk.op_id, keys, walk.buffers, before=before):
                 self._walks[walk.op_id] = walk
                 return
@@ -164,7 +166,7 @@ class StepReader:
         ]
 
     def _poll(self) -> bool:
-        """Take in what has ended; whether anything is still to come."""
+        """Take in ended reads; returns whether any are left."""
         for source in self._sources:
             for done in source.client.poll():
                 assert isinstance(done, GetDone)
@@ -174,14 +176,15 @@ class StepReader:
                     asked = len(walk.buffers)
                     self._take(walk, source, done.in_a_row)
                     walk.tier += done.in_a_row < asked
-                    crowded, self._crowded = self._crowded, []
-                    for ready in (walk, *crowded):
-                        self._go_on(ready)
+                    ready = [walk, *self._crowded]
+                    self._crowded = []
+                    for one in ready:
+                        self._go_on(one)
             source.client.check(time.monotonic())
         return bool(self._walks)
 
     def _have(self, walks: Sequence[_Walk], most: int) -> bool:
-        """Whether the first of these have `most` blocks, of which all but the last read no more."""
+        """True if the first of these have `most` blocks together, and all but the last of them have no read left."""
         for walk in walks:
             most -= walk.at - walk.wanted.start
             if most <= 0 or walk in self._crowded or self._walks.get(walk.op_id) is walk:
@@ -189,16 +192,16 @@ class StepReader:
         return most <= 0
 
     def _give_up(self, walk: _Walk, *, late: bool) -> None:
-        """Read no more for it; what has arrived by now counts. `late`: because the deadline has passed."""
+        """Cancel the read of a look-up; blocks that have arrived count. `late`: because the deadline has passed."""
         source = self._sources[walk.tier]
         arrived = source.client.executor.progress(walk.op_id)
         self._take(walk, source, arrived)
         del self._walks[walk.op_id]
-        # a tier of which something arrived works: the prompt was too long for one step
+        # a tier from which blocks arrived works: the prompt was too long for one step
         source.client.give_up(walk.op_id, late=late and not arrived)
 
     def _take(self, walk: _Walk, source: _Source, arrived: int) -> None:
-        """Blocks are there, verified: this rank's part of each goes into its slot."""
+        """Store this rank's part of each verified block in its slot."""
         first = walk.at - walk.wanted.start
         for slot, buffer in zip(walk.wanted.slots[first:], walk.buffers[:arrived], strict=False):
             self._keep(slot, buffer[self._rank])
@@ -210,7 +213,7 @@ class StepReader:
     # Tiers
 
     def _open(self, store: SharedTierConfig) -> threading.Event:
-        """The tiers are opened once, by a thread of their own: a server that is away must not hold the engine."""
+        """Open the tiers once, on a thread of their own: an unreachable server must not block the engine."""
         if self._opening is None:
             self._opening = threading.Event()
             self._bounds = list(pairwise(accumulate(store.rank_slot_bytes, initial=0)))
@@ -234,15 +237,15 @@ class StepReader:
             self._opening.set()
 
     def close(self, timeout: float) -> None:
-        """Stop the threads and let go of the tiers, in bounded time."""
+        """Stop the threads and close the tiers, within `timeout` seconds."""
         for source in self._sources:
             source.client.close(timeout / len(self._sources))
 
 
 class FirstRanksReader:
-    """Reads nothing for a rank whose slots another rank fills: it has found all that is looked for.
+    """Reads nothing for a rank whose slots another rank fills: it reports every block as found.
 
-    The ranks agree on the smallest number, which is that of the rank that reads, and agree after it has read.
+    The ranks agree on the smallest number, which is that of the reading rank, after it has read.
     """
 
     def read(

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 class RankTransfers:
     """One rank's jobs under way. All methods are for the computing thread.
 
-    No method raises because of a job: what cannot be copied is reported as failed. With `layerwise`, and where the
-    engine can, synchronous loads run beside the forward pass; otherwise `start_loads` returns when what is computed
-    next comes after them. A step waits for them at most `timeout` seconds (None: no limit); afterwards they are
-    cancelled, and end as failed when the copy ends.
+    No method raises because of a job: blocks that cannot be copied are reported as failed. With `layerwise`, and where
+    the engine can, synchronous loads run beside the forward pass; otherwise `start_loads` orders the next computation
+    behind them. A step waits for them at most `timeout` seconds (None: no limit); afterwards they are cancelled, and
+    end as failed when the copy ends.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class RankTransfers:
         self._layerwise = layerwise and engine.layerwise
         self._timeout = timeout
         self._asked_for = 0
-        """Groups of layers that the running step has asked for, one by one."""
+        """Number of groups of layers that the running step has waited for, one by one."""
         self._leave_at = 0.0
         self._open: dict[int, tuple[Job, Transfer]] = {}
         """Job id -> job and transfer, until polled."""
         self._synchronous: dict[int, Transfer] = {}
-        """Job id -> a load that the step waits for."""
+        """Job id -> load that the step waits for."""
         self._ordered: set[int] = set()
-        """Synchronous loads after all of which the computing thread goes on; a device may still be at them."""
+        """Synchronous loads behind which the next computation is ordered; a device may still be copying them."""
         self._logged: set[str] = set()
 
     def _groups_of_layers(self) -> dict[str, int]:
@@ -91,7 +91,7 @@ class RankTransfers:
             self._wait(groups, loads)
 
     def not_asked_for(self) -> set[int]:
-        """Synchronous loads that the step, which is over, ran without: a layer did not wait for its part (H113).
+        """Synchronous loads of the past step for which a layer did not wait (H113).
 
         Later ones are no longer loaded layer by layer.
         """
@@ -99,27 +99,27 @@ class RankTransfers:
             return set()
         self._layerwise = False
         logger.error(
-            "rank %d: the model's layers asked for %d of %d groups of loaded layers, so the others may have read what "
-            "was not there yet: such blocks are computed again, and from now on loads end before the forward pass",
+            "rank %d: the model's layers waited for %d of %d groups of loaded layers, so the others may have read "
+            "blocks before they arrived: they are computed again, and from now on loads end before the forward pass",
             self._rank, self._asked_for, len(self.engine.groups),
         )  # fmt: skip
         return set(self._synchronous)
 
     def _loads_of(self, layer_name: str) -> Collection[Transfer]:
-        """The synchronous loads under way that have this layer; all of them for an unknown name."""
+        """Synchronous loads under way that have this layer; all of them for an unknown name."""
         cache_group = self._cache_group_of.get(layer_name)
         open_loads = [(self._open[job_id][0], one) for job_id, one in self._synchronous.items() if job_id in self._open]
         return [one for job, one in open_loads if cache_group in (None, job.group_id)]
 
     def wait_for_loads(self) -> None:
-        """Return when what is computed next comes after all synchronous loads, or these were cancelled."""
+        """Order the next computation behind all synchronous loads, or cancel them after the timeout."""
         if self._synchronous:
             if self._wait(len(self.engine.groups), self._synchronous.values()):
                 self._ordered |= self._synchronous.keys() & self._open.keys()
             self._synchronous = {}
 
     def is_ordered(self, job_id: int) -> bool:
-        """Whether all that is computed now comes after this synchronous load, and nothing went wrong with it so far.
+        """True if the next computation is ordered behind this synchronous load, and it has had no error so far.
 
         On a device it may not have ended: there, only the loss of the device can still make it fail.
         """
@@ -149,7 +149,7 @@ class RankTransfers:
 
     @property
     def under_way(self) -> bool:
-        """Whether a job has begun and its outcome was not polled yet."""
+        """True while any job has begun and its outcome was not polled."""
         return bool(self._open)
 
     def cancel_all(self) -> None:
@@ -158,18 +158,18 @@ class RankTransfers:
             transfer.cancel()
 
     def start_saves(self, jobs: Sequence[SaveJob]) -> None:
-        """Begin saves in the background, after what the caller has computed. They pause for synchronous loads."""
+        """Begin saves in the background, behind the caller's computation. They pause for synchronous loads."""
         self._opened(jobs, self.engine.save(jobs))
 
     def submit(self, *, computes: bool) -> None:
-        """A step begins, which `computes` or does not: copies in the background go on."""
+        """Go on with copies in the background as a step begins, which `computes` or does not."""
         if computes:
             self.engine.submit_some()
         else:
             self.engine.submit_all()
 
     def poll(self) -> dict[int, JobOutcome]:
-        """Job id -> outcome of the jobs that ended since the last call; done and failed together are the whole job."""
+        """Job id -> outcome of the jobs that ended since the last call; done and failed are the whole job."""
         ended = [(job, transfer) for job, transfer in self._open.values() if transfer.ended]
         for job, transfer in ended:
             del self._open[job.job_id]
@@ -178,7 +178,7 @@ class RankTransfers:
         return {job.job_id: _outcome(job, transfer) for job, transfer in ended}
 
     def is_open(self, job_id: int) -> bool:
-        """Whether a job has begun and its outcome was not polled yet."""
+        """True while this job has begun and its outcome was not polled."""
         return job_id in self._open
 
     def drain(self, seconds: float) -> bool:

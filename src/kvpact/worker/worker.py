@@ -1,7 +1,7 @@
-"""The worker's half of the connector: one rank's KV memory, its arena segment, and the copies between them.
+"""Worker side of the connector: one rank's KV memory, its arena segment, and the copies between them.
 
-Owns the rank's memory segment and transfer threads. Decides nothing: it copies what the scheduler's half orders; what
-became of it, `kvpact.worker.rank_jobs` keeps.
+Owns the rank's memory segment and transfer threads. Decides nothing: it copies as the scheduler side orders, and
+`kvpact.worker.rank_jobs` keeps the outcomes.
 """
 
 from __future__ import annotations
@@ -38,55 +38,56 @@ from kvpact.worker.transfer import RankTransfers
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where a worker stands: its rank among all that hold a part of each slot, and how many KV blocks it has."""
+    """Place of a worker: its rank among all that hold a part of each slot, and its number of KV blocks."""
 
     rank: int
     world_size: int
     num_blocks: int
     groups: tuple[tuple[str, ...], ...] = ()
-    """The layer names of each KV cache group, in the engine's numbering; empty for a single one with all layers."""
+    """Layer names of each KV cache group, in the engine's numbering; empty for a single one with all layers."""
     sharing: Sharing | None = None
-    """Which ranks hold the same bytes in every block; None if none do."""
+    """Ranks that hold the same bytes in every block; None if there are none."""
 
 
 class CacheWorker(ExternalCacheWorker):
-    """One rank's half."""
+    """Worker side of one rank."""
 
     def __init__(self, config: KvpactConfig, place: RankInfo, openers: Mapping[str, DeviceOpener]) -> None:
-        """`openers`: of copies on other devices, see `transfer_engine_for`. Raises ConfigError like `reader_for`."""
-        self._config, self._openers = config, openers
+        """`openers`: by device type, see `transfer_engine_for`. Raises ConfigError like `reader_for`."""
+        self._config = config
+        self._openers = openers
         self.place = place
         self._sharing = sharing = place.sharing or Sharing(place.rank, place.world_size)
         self._segment: ArenaSegment | None = None
         self.memory: KVMemory | None = None
-        """The engine's KV memory; None before `register_kv_caches`."""
+        """KV memory of the engine; None before `register_kv_caches`."""
         self.synchronous: tuple[LoadJob, ...] = ()
-        """The running step's synchronous loads."""
+        """Synchronous loads of the running step."""
         self._reader = reader_for(config, sharing, len(place.groups), self._keep)
         self._reads: tuple[StoreRead, ...] = ()
-        """What was read from shared tiers since the last report."""
+        """Reads from shared tiers since the last report."""
         self.has_step_hook = False
-        """Whether the engine's worker asks before each step."""
+        """True if the engine's worker calls `find_hits` before each step."""
         self.notices: NoticeWriter | None = None
-        """Where this rank says what becomes of its weights; None before `register_kv_caches`."""
+        """Writer of this rank's reports on its weights; None before `register_kv_caches`."""
         self.adapters: LoadedAdaptersWriter | None = None
-        """Where this rank says which adapters it has loaded."""
+        """Writer of this rank's reports on its loaded adapters."""
         self._adapters_used: tuple[AdapterUsed, ...] = ()
-        """What the running step must run with."""
+        """Adapters that the running step must use."""
         self.watches_weights = False
-        """Whether the engine's worker says it there."""
+        """True if the engine's worker reports changes of its weights in `notices`."""
         self._block_size = 0
         self._found: dict[str, tuple[LoadJob, int]] = {}
-        """Request -> the load of all that was found for the step, and the token at which its first block begins."""
+        """Request -> load of all blocks found for the step, and the token at which the first one begins."""
         self._step_loads: tuple[LoadJob, ...] = ()
-        """Loads of what this step does not compute, found by this side."""
+        """Loads found by this side, of blocks that this step does not compute."""
         self._withheld: list[SaveJob] = []
-        """Saves that fail as soon as no load copies from their slots into their blocks any more."""
+        """Saves that fail as soon as no load copies from their slots into their blocks."""
         self.jobs = RankJobs(stores=sharing.stores, whole_requests=len(place.groups) > 1)
-        """What was ordered, and what the engine has not been told of it."""
+        """Jobs, and their outcomes until the engine knows them."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Set up the arena segment for these layers. Raises ConfigError if it does not fit, or they are no pages."""
+        """Set up the arena segment for these layers. Raises ConfigError if it does not fit, or they are not paged."""
         assert self.memory is None, "set up once; see `KVMemory.resume`"
         paged = PagedKV.from_tensors(dict(kv_caches), self.place.num_blocks, self.place.groups)
         self._segment = open_segment(self._config, paged.layouts, self._sharing)
@@ -106,29 +107,29 @@ class CacheWorker(ExternalCacheWorker):
 
     @property
     def transfers(self) -> RankTransfers | None:
-        """The copies; None before `register_kv_caches`."""
+        """Copies of this rank; None before `register_kv_caches`."""
         return self.memory.transfers if self.memory is not None else None
 
     def suspend(self) -> None:
-        """The engine's KV memory goes away; see `KVMemory.suspend`."""
+        """End all copies before the engine's KV memory goes away; see `KVMemory.suspend`."""
         if self.memory is not None:
             self.memory.suspend(self._config.shutdown_timeout, time.monotonic, time.sleep)
 
     def hello(self) -> WorkerHandshake | None:
-        """What the scheduler's half needs to map this rank's segment; None before `register_kv_caches`."""
+        """Handshake with which the scheduler side maps this rank's segment; None before `register_kv_caches`."""
         if self._segment is None or self.memory is None:
             return None
-        sizes, segment, sharing = self.memory.group_bytes, self._segment, self._sharing
+        sizes = self.memory.group_bytes
         return WorkerHandshake(
-            self.place.rank, segment.address(), self.has_step_hook, self.watches_weights, group_bytes=sizes,
-            slot_classes=sharing.classes_in(segment, sizes), slots_of=sharing.slots_of,
+            self.place.rank, self._segment.address(), self.has_step_hook, self.watches_weights, group_bytes=sizes,
+            slot_classes=self._sharing.classes_in(self._segment, sizes), slots_of=self._sharing.slots_of,
             copies_per_block=self.memory.transfers.engine.copies_per_block,
         )  # fmt: skip
 
     # Before the step
 
     def find_hits(self, message: StepMessage) -> dict[str, int]:
-        """Request -> tokens that this rank can supply in the step, from where the engine is: they lie in slots now."""
+        """Read blocks of the step from shared tiers into slots; request -> tokens supplied after the engine's own."""
         self._found = {}
         store = message.store
         if (
@@ -153,7 +154,8 @@ class CacheWorker(ExternalCacheWorker):
             blocks = min(found.get(save.job_id, 0), room)
             if blocks >= self._config.min_match_blocks:
                 room -= blocks
-                slots, block_ids = save.slots[:blocks], save.block_ids[:blocks]
+                slots = save.slots[:blocks]
+                block_ids = save.block_ids[:blocks]
                 number = load_id(save.job_id)
                 load = LoadJob(number, lookup.request_id, save.start_block, slots, block_ids, synchronous=True)
                 self._found[lookup.request_id] = (load, lookup.computed_tokens)
@@ -162,7 +164,7 @@ class CacheWorker(ExternalCacheWorker):
         return hits
 
     def apply_hits(self, hits: Mapping[str, int]) -> None:
-        """What of it the step does not compute: to be loaded before the forward pass."""
+        """Keep of the found tokens those that the step does not compute, to load them before the forward pass."""
         loads = []
         for request_id, tokens in hits.items():
             load, computed = self._found[request_id]
@@ -173,26 +175,30 @@ class CacheWorker(ExternalCacheWorker):
         self._step_loads = tuple(loads)
 
     def _keep(self, slot: int, part: memoryview) -> None:
-        """Copy this rank's part of a block that was read from a tier into its slot."""
+        """Copy this rank's part of a block read from a tier into its slot."""
         assert self._segment is not None
         self._segment.slot_view(slot)[:] = part
 
     def _lost_step_loads(self) -> set[int]:
-        """The step's own loads that have not all arrived: the engine is told of them with the others."""
+        """Ids of the step's own loads of which blocks are missing; the engine hears of them with the others."""
         self._take_in_ended()
-        loads, self._step_loads = [(load, self.jobs.outcome(load.job_id)) for load in self._step_loads], ()
-        ended = {load.job_id: not ended.failed.ranges for load, ended in loads if ended is not None}
-        return {load.job_id for load, _ in loads if not ended.get(load.job_id, self._is_ordered(load))}
+        loads = self._step_loads
+        self._step_loads = ()
+        return {load.job_id for load in loads if not self._has_arrived(load)}
+
+    def _has_arrived(self, load: LoadJob) -> bool:
+        ended = self.jobs.outcome(load.job_id)
+        return self._is_ordered(load) if ended is None else not ended.failed.ranges
 
     # The step
 
     def step_began(self) -> None:
-        """The engine computes from now on, until `poll`."""
+        """Note that the engine computes from now on, until `poll`."""
         if self._segment is not None:
             self._segment.pages.step_began()
 
     def _is_barred(self, message: StepMessage) -> bool:
-        """Whether the step's loads and saves were ordered for other weights, or KV memory that is not there."""
+        """True if the step's loads and saves were ordered for other weights, or for KV memory that is away."""
         return (self.memory is not None and not self.memory.is_there) or (
             bool(message.changes)
             and self.notices is not None
@@ -200,11 +206,11 @@ class CacheWorker(ExternalCacheWorker):
         )
 
     def _usable_work(self, message: StepMessage) -> StepWork:
-        """What may be done of a step."""
+        """Work of a step that may be carried out."""
         return replace(message.work, loads=(), saves=()) if self._is_barred(message) else message.work
 
     def begin_step(self, message: StepMessage) -> None:
-        """Before the forward pass: begin loads, and report those that nobody carries out."""
+        """Before the forward pass: begin loads, and report those that cannot be carried out."""
         try:
             self._adapters_used = message.adapters
             self.jobs.report_broken(message.broken)
@@ -230,7 +236,7 @@ class CacheWorker(ExternalCacheWorker):
 
     @contextmanager
     def giving_up_loads(self) -> Iterator[None]:
-        """The step's synchronous loads are reported as failed if something is raised meanwhile."""
+        """Context in which an exception has the step's synchronous loads reported as failed."""
         try:
             yield
         except Exception:
@@ -261,11 +267,12 @@ class CacheWorker(ExternalCacheWorker):
             self.jobs.leave_overdue(job_id)
 
     def _check_adapters(self) -> None:
-        """The step has run: blocks whose adapter was another one by then are invalid, and so is what it answered."""
-        used, self._adapters_used = self._adapters_used, ()
-        for one in used:
-            if self.adapters is not None and self.adapters.stamp(one.number) not in (None, one.stamp):
-                self.jobs.report_invalid(one.block_ids)
+        """After the step: report blocks as invalid whose adapter was replaced, so that its tokens are computed anew."""
+        adapters_used = self._adapters_used
+        self._adapters_used = ()
+        for used in adapters_used:
+            if self.adapters is not None and self.adapters.stamp(used.number) not in (None, used.stamp):
+                self.jobs.report_invalid(used.block_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See `ExternalCacheWorker`."""
@@ -273,12 +280,12 @@ class CacheWorker(ExternalCacheWorker):
             self.transfers.wait_for_layer(layer_name)
 
     def wait_for_loads(self) -> None:
-        """What the engine computes from now on comes after all of the step's synchronous loads."""
+        """Order the engine's computation from now on behind all of the step's synchronous loads."""
         if self.synchronous and self.transfers is not None:
             self.transfers.wait_for_loads()
 
     def start_saves(self, work: StepWork) -> None:
-        """See `ExternalCacheWorker`. What is computed next comes after all synchronous loads of the step."""
+        """See `ExternalCacheWorker`. Orders the next computation behind all synchronous loads of the step."""
         if self.transfers is None:
             return
         not_asked_for = self.transfers.not_asked_for()
@@ -297,9 +304,9 @@ class CacheWorker(ExternalCacheWorker):
             self.transfers.start_saves(copied)
 
     def _give_up(self, jobs: Iterable[LoadJob | SaveJob]) -> None:
-        """Report these jobs as failed, whatever comes of them: a hook went wrong before they were sure to be done.
+        """Report these jobs as failed, whatever is copied: a hook raised before they were sure to be done.
 
-        One that is being copied is reported when the copy ends: until then it writes to its blocks or its slots.
+        A job that is being copied is reported when the copy ends: until then it writes to its blocks or its slots.
         """
         for job in jobs:
             if isinstance(job, SaveJob) and self._is_filled(job):
@@ -313,7 +320,7 @@ class CacheWorker(ExternalCacheWorker):
                 self.jobs.recall((job.job_id,))
 
     def poll(self) -> EndedLoads:
-        """The model has run, perhaps its draft model not yet: what has ended, and what the engine must know of it."""
+        """After the model, perhaps before its draft model: take in ended jobs; returns loads for the engine."""
         self._check_adapters()
         if self._segment is not None:
             self._segment.pages.step_ended()
@@ -328,12 +335,12 @@ class CacheWorker(ExternalCacheWorker):
         return self.transfers is not None and self.transfers.is_ordered(load.job_id)
 
     def give_up_step(self) -> EndedLoads:
-        """`poll` failed: the step's synchronous loads have failed, too."""
+        """After an exception in `poll`: fail the step's synchronous loads, too."""
         self._give_up(self.synchronous)
         return self.jobs.ended_loads()
 
     def _is_filled(self, save: SaveJob) -> bool:
-        """Whether a load still copies from the slots of a save into its blocks."""
+        """True while a load copies from the slots of a save into its blocks."""
         return self.transfers is not None and self.transfers.is_open(load_id(save.job_id))
 
     def _take_in_ended(self) -> None:
@@ -345,8 +352,9 @@ class CacheWorker(ExternalCacheWorker):
 
     def report(self) -> WorkerReport:
         """See `ExternalCacheWorker`."""
-        reads, self._reads = self._reads, ()
-        return WorkerReport({self.place.rank: self.jobs.report()}, reads if self.place.rank == 0 else ())
+        reads = self._reads if self.place.rank == 0 else ()
+        self._reads = ()
+        return WorkerReport({self.place.rank: self.jobs.report()}, reads)
 
     def shutdown(self) -> None:
         """See `ExternalCacheWorker`."""

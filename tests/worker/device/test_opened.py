@@ -190,7 +190,7 @@ def test_memory_is_taken_when_its_node_is_known(
         engine = OpenedDevice(CONFIG, bed.paged, bed.segment, device_of(bed), node=3)
     assert asked == [(3, 0, 0)], "before any page was taken"
     assert os.fstat(bed.segment.descriptor).st_blocks > 0
-    assert len([line for line in caplog.messages if "the device's, 3: [Errno 1]" in line]) == 1
+    assert len([line for line in caplog.messages if "the device's node 3: [Errno 1]" in line]) == 1
     assert engine.close(10)
 
 

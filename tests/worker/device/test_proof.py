@@ -188,7 +188,7 @@ def test_a_wrong_copy_among_the_first_is_not_reported_as_done_and_ends_all(
     assert one.wrong == 0
     assert "a plain device" in str(one.engine.error)
     (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "loads and saves nothing more in this process" in said.getMessage()
+    assert "stops loading and saving in this process" in said.getMessage()
     shape = f"a {kind} of 2 blocks of Llama-3-8B, KV cache group 0, 6 layers, 49152 bytes a block"
     assert shape in said.getMessage()
     assert "torch.uint8 [24, 8192], 1 runs of 8192 bytes a block, block stride 49152" in said.getMessage()
@@ -228,7 +228,7 @@ def test_h117_a_check_that_cannot_be_made_refutes_nothing_and_is_made_later(
     assert one.arena.unmade_checks == {UnmadeCheck.GIVEN_UP: 0, UnmadeCheck.FAILED: 1}
     (said,) = [record.getMessage() for record in caplog.records if record.name == proof_module.__name__]
     assert "CUDA out of memory" in said
-    assert "until 3 of each kind are right, tiers get nothing" in said
+    assert "until 3 of each kind are right, tiers get no blocks" in said
     for _ in range(3):
         one.run("load")
         one.run("save")

@@ -14,8 +14,8 @@ from kvpact.worker.copy.cpu import CpuTransferEngine
 from kvpact.worker.paged import PagedKV
 
 DeviceOpener: TypeAlias = Callable[[KvpactConfig, PagedKV, ArenaSegment, int], TransferEngine]
-"""Opens the engine for one type of device, which needs libraries that the core does not import; and has the segment's
-pages placed and taken, see `ArenaSegment.place_pages`."""
+"""Opens the transfer engine for one type of device, whose libraries the core does not import; and places and takes the
+segment's pages, see `ArenaSegment.place_pages`."""
 
 
 def transfer_engine_for(
@@ -25,10 +25,10 @@ def transfer_engine_for(
     rank: int,
     openers: Mapping[str, DeviceOpener],
 ) -> TransferEngine:
-    """The engine for the device that holds `paged`. `openers`: device type, as torch names it -> what opens others.
+    """Open the transfer engine for the device that holds `paged`; `openers` by device type, as torch names it.
 
-    The segment's pages are taken from the machine from now on, where it suits the device.
-    Raises ConfigError if there is no engine, or it cannot be used.
+    Takes the segment's pages from the machine from now on, where it suits the device.
+    Raises ConfigError if there is no transfer engine, or it cannot be used.
     """
     if paged.device_type == "cpu":
         segment.place_pages(huge=config.huge_pages != "off")
@@ -42,6 +42,3 @@ def transfer_engine_for(
             f"{', '.join(repr(name) for name in ('cpu', *openers))}"
         )
     return opener(config, paged, segment, rank)
-
-
-__all__ = ["DeviceOpener", "transfer_engine_for"]

@@ -1,5 +1,4 @@
-"""The protocol for moving bytes between the engine's pages and the arena's slots: one implementation per kind of
-device.
+"""Protocol for moving bytes between the engine's pages and the arena's slots: one implementation per kind of device.
 
 `kvpact.worker.transfer` orders copies, waits for them and reports them.
 """
@@ -24,7 +23,7 @@ def require_cache_group(group_id: int, count: int) -> None:
 
 
 def classes_by_group(slot_bytes: Sequence[int], classes: Sequence[SlotClass]) -> list[SlotClass]:
-    """Return per KV cache group the class of its slots, by a slot's bytes; see `kvpact.memory.extents.slot_classes`.
+    """Class of each KV cache group's slots, by a slot's bytes; see `kvpact.memory.extents.slot_classes`.
 
     The only class is that of all groups. Raises PactViolation if a group has none.
     """
@@ -39,7 +38,7 @@ def classes_by_group(slot_bytes: Sequence[int], classes: Sequence[SlotClass]) ->
 
 
 def group_classes(paged: PagedKV, classes: Sequence[SlotClass]) -> list[SlotClass]:
-    """Return per KV cache group on this rank the class of its slots. Raises PactViolation if they are too small."""
+    """Class of each KV cache group's slots on this rank. Raises PactViolation if they are too small."""
     sizes = [layout.rank_slot_bytes for layout in paged.layouts]
     each = classes_by_group(sizes, classes)
     for size, slot_class in zip(sizes, each, strict=True):
@@ -49,19 +48,19 @@ def group_classes(paged: PagedKV, classes: Sequence[SlotClass]) -> list[SlotClas
 
 
 class Transfer(Protocol):
-    """The copies of one job."""
+    """Copies of one job."""
 
     @property
     def ended(self) -> bool:
-        """Whether no more of it is being copied. Does not wait."""
+        """True once no more of it is being copied. Does not wait."""
 
     @property
     def failed(self) -> Sequence[int]:
-        """After the end: the job's blocks, counted from 0, that were not copied."""
+        """Blocks of the job, counted from 0, that were not copied; after the end."""
 
     @property
     def error(self) -> Exception | None:
-        """After the end: the exception because of which blocks were not copied, if any."""
+        """Exception because of which blocks were not copied, if any; after the end."""
 
     def wait(self, groups: int, seconds: float | None) -> bool:
         """Wait, on the computing thread, until the first `groups` of the engine's groups of layers are copied.
@@ -78,23 +77,23 @@ class Transfer(Protocol):
 class TransferEngine(Protocol):
     """Carries out jobs on one kind of device: of each block, the pages of the layers in the job's KV cache group.
 
-    `load` and `save` are called on the computing thread, return at once and never raise because of a job. Copies happen
-    after all that the thread has computed before the call. Saves end in order: blocks hang on those that were saved
-    before. Loads need none; synchronous ones come first, together, group by group. Saves pause for synchronous loads.
-    What is not synchronous may wait until `submit_some` or `submit_all` is called.
+    The computing thread calls `load` and `save`, which return at once and never raise because of a job. Copies happen
+    behind the thread's computation before the call. Saves end in order, because each block needs those saved before it.
+    Loads need no order; synchronous ones come first, together, group by group. Saves pause for synchronous loads.
+    Asynchronous ones may wait until `submit_some` or `submit_all` is called.
     """
 
     @property
     def layerwise(self) -> bool:
-        """Whether a synchronous load's groups arrive one by one, beside the forward pass."""
+        """True if a synchronous load's groups arrive one by one, beside the forward pass."""
 
     @property
     def copies_per_block(self) -> int:
-        """Copies of a block, of any KV cache group, that the computing thread gives to a device; 0 if none does."""
+        """Most copies per block that the computing thread gives to a device; 0 without a device."""
 
     @property
     def groups(self) -> Sequence[range]:
-        """The groups of layers that are copied together, each of one KV cache group; in the forward pass's order."""
+        """Groups of layers that are copied together, each of one KV cache group; in the forward pass's order."""
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[Transfer]:
         """Copy slots into pages. A synchronous load that cannot be copied fails completely, any other one block by
@@ -104,14 +103,14 @@ class TransferEngine(Protocol):
         """Copy pages into slots."""
 
     def submit_some(self) -> None:
-        """Each step with a forward pass calls this: begin as much of what waits as such a step should pay for."""
+        """Begin as many waiting copies as a step with a forward pass should pay for; each such step calls this."""
 
     def submit_all(self) -> None:
-        """Nothing is computed now: begin all that waits."""
+        """Begin all waiting copies, as nothing is computed now."""
 
     def rebind(self, paged: PagedKV) -> None:
-        """The pages have gone, and lie here from now on, perhaps at the same addresses; in each layer as many bytes a
-        block as before. No transfer is under way."""
+        """Use pages that came back here, perhaps at the same addresses, with as many bytes a block in each layer. No
+        transfer is under way."""
 
     def close(self, seconds: float) -> bool:
         """Begin no more transfers; those not begun fail. Returns whether all ended within `seconds`. Idempotent."""

@@ -24,21 +24,23 @@ RUN_BYTES: Final = 32 << 10
 """Runs of neighbouring pages shorter than this, on average, are copied by index (benchmarks/copy_paths.py)."""
 
 PIECE_BYTES: Final = 32 << 20
-"""A background transfer advances by so many bytes at a time: few calls; between its layers it makes way for others."""
+"""Bytes by which a background transfer advances: few calls; between its layers it lets urgent loads pass."""
 
 
 class Slots:
-    """The slots of one class as rows of bytes; `slice` and `rows` find those of a plan, which counts as the class does.
+    """Slots of one class as rows of bytes; `slice` and `rows` find those of a plan, which counts as the class does.
 
     Where classes share extents a row begins at every page of the segment, and a slot takes several of them.
     """
 
     def __init__(self, segment: ArenaSegment, slot_class: SlotClass) -> None:
-        self.slot_class, size = slot_class, slot_class.slot_bytes
+        size = slot_class.slot_bytes
+        self.slot_class = slot_class
         memory = np.frombuffer(segment.class_view(slot_class), np.uint8)
         self.count = 0 if slot_class.extent_bytes else len(slot_class.slots)
-        """Slots that lie one behind the other; 0 if classes share extents."""
-        self._pages, self._extent_pages = size // PAGE_BYTES, slot_class.extent_bytes // PAGE_BYTES
+        """Number of adjacent slots; 0 if classes share extents."""
+        self._pages = size // PAGE_BYTES
+        self._extent_pages = slot_class.extent_bytes // PAGE_BYTES
         if self.count:
             self.bytes: Bytes = memory.reshape(-1, size)
         else:
@@ -47,20 +49,20 @@ class Slots:
         """`[rows, slot bytes]`."""
 
     def slice(self, slot: int, count: int) -> slice:
-        """The rows of neighbouring slots."""
+        """Rows of neighbouring slots."""
         if self.count:
             return slice(slot, slot + count)
         row = (slot >> EXTENT_SHIFT) * self._extent_pages + (slot & MAX_PLACES - 1) * self._pages
         return slice(row, row + (count - 1) * self._pages + 1, self._pages)
 
     def rows(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """The row of each slot."""
+        """Row of each slot."""
         if self.count:
             return slots
         return (slots >> EXTENT_SHIFT) * self._extent_pages + (slots & MAX_PLACES - 1) * self._pages
 
     def has(self, slot: int, count: int) -> bool:
-        """Whether these neighbouring slots are there."""
+        """True if these neighbouring slots exist."""
         if self.count:
             return 0 <= slot <= self.count - count
         first = self.slot_class.slots.start + slot
@@ -70,7 +72,7 @@ class Slots:
 class PageCopier:
     """Copies one group of layers at a time, by numpy: long runs one call each, scattered small pages by an index array.
 
-    Each KV cache group has slots of the class of its size, or of the only one; plans count them from its first one.
+    Each KV cache group has slots of its size's class, or of the only one; plans count them from the class's first one.
     """
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass]) -> None:
@@ -82,25 +84,25 @@ class PageCopier:
         joined = [paged.joined(group) for group in paged.groups]
         starts = [paged.layer_offsets[group.start] for group in paged.groups]
         self.pages: list[Bytes] = [layer.view() for layer in joined]
-        """Per group of layers, its pages as `[num_blocks, chunks, chunk_bytes]`."""
+        """Pages per group of layers, as `[num_blocks, chunks, chunk_bytes]`."""
         self.pieces: list[Bytes] = [
             slots.bytes[:, start : start + layer.page_bytes].reshape(-1, layer.chunks, layer.chunk_bytes)
             for slots, layer, start in zip(of_groups, joined, starts, strict=True)
         ]
-        """Per group of layers, its pieces of the class's slots as `[slots, chunks, chunk_bytes]`, by slot number."""
+        """Pieces of the class's slots per group of layers, as `[slots, chunks, chunk_bytes]`, by slot number."""
         for piece, slots in zip(self.pieces, of_groups, strict=True):
             if not np.shares_memory(piece[0], slots.bytes[0]):
                 raise PactViolation("the view of a layer's slots is a copy of them")
 
     def gather(self, group: int, plan: CopyPlan) -> None:
-        """Pages into slots. Raises PactViolation, and copies nothing, if one of them is not there."""
+        """Copy pages into slots. Raises PactViolation, and copies nothing, if one of them does not exist."""
         slots = self._slots[group]
         self._check(plan, slots)
         runs = ((slots.slice(slot, count), slice(block, block + count)) for block, slot, count in plan.runs)
         _copy(self.pieces[group], slots.rows(plan.slots), self.pages[group], plan.block_ids, runs, len(plan.runs))
 
     def scatter(self, group: int, plan: CopyPlan) -> None:
-        """Slots into pages. Raises like `gather`."""
+        """Copy slots into pages. Raises like `gather`."""
         slots = self._slots[group]
         self._check(plan, slots)
         runs = ((slice(block, block + count), slots.slice(slot, count)) for block, slot, count in plan.runs)
@@ -136,7 +138,7 @@ def _copy(
 
 @dataclass(slots=True, eq=False)
 class CpuTransfer:
-    """One job's copies. `queue` has it until it ends; all but reading is guarded by `changed`."""
+    """Copies of one job. `queue` has it until it ends; `changed` guards all but reading."""
 
     job: Job
     changed: threading.Condition = field(repr=False)
@@ -146,9 +148,9 @@ class CpuTransfer:
     error: Exception | None = None
     groups_arrived: int = 0
     position: int = 0
-    """Blocks below have been tried."""
+    """Number of blocks that have been tried."""
     running: bool = False
-    """Whether a thread is at it."""
+    """True while a thread copies it."""
     cancelled: bool = False
 
     def wait(self, groups: int, seconds: float | None) -> bool:
@@ -166,7 +168,7 @@ class CpuTransfer:
                 self.end(self.failed)
 
     def end(self, failed: Iterable[int]) -> None:
-        """End the transfer: these blocks failed, and all that were not tried. The caller holds the lock."""
+        """End the transfer: these blocks failed, and all not tried. The caller holds the lock."""
         self.failed = (*failed, *range(self.position, len(self.job.slots)))
         self.ended = True
         self.queue.remove(self)
@@ -174,13 +176,14 @@ class CpuTransfer:
 
 
 class CpuTransferEngine:
-    """See `TransferEngine`. Copies between these layers and the slots of these classes."""
+    """`TransferEngine` in host memory, between these layers and the slots of these classes."""
 
     layerwise = True
     copies_per_block = 0
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass], rank: int) -> None:
-        self._segment, self._slot_classes = segment, slot_classes
+        self._segment = segment
+        self._slot_classes = slot_classes
         self.rebind(paged)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
@@ -190,7 +193,7 @@ class CpuTransferEngine:
         self._saves: list[CpuTransfer] = []
         self._closing = False
         self._running = 2
-        """Threads that have not ended."""
+        """Number of threads that have not ended."""
         self._threads = (
             start_background(f"kvpact-load-{rank}", self._run_loads),
             start_background(f"kvpact-save-{rank}", self._run_saves),
@@ -218,19 +221,19 @@ class CpuTransferEngine:
         """See `TransferEngine`."""
         self.groups = paged.groups
         self._cache_groups = [paged.cache_group_of(group.start) for group in paged.groups]
-        """The KV cache group of each of `groups`."""
+        """KV cache group of each of `groups`."""
         self._groups_in = [
             [number for number, one in enumerate(self._cache_groups) if one == cache_group]
             for cache_group in range(len(paged.cache_groups))
         ]
-        """Per KV cache group, the numbers of its `groups`."""
+        """Numbers of `groups` per KV cache group."""
         self._block_bytes = [max(1, layout.rank_slot_bytes) for layout in paged.layouts]
-        """Per KV cache group, bytes of a block; at least 1."""
+        """Bytes of a block per KV cache group; at least 1."""
         each = group_classes(paged, self._slot_classes)
         self._first_slots = [one.slots.start for one in each]
-        """Per KV cache group, the number of its class's first slot."""
+        """Number of its class's first slot, per KV cache group."""
         self.copier = PageCopier(paged, self._segment, self._slot_classes)
-        """How a group is copied; both threads call it."""
+        """Copier of both threads."""
 
     def close(self, seconds: float) -> bool:
         """See `TransferEngine`."""
@@ -259,7 +262,7 @@ class CpuTransferEngine:
             self._advance(transfer, self.copier.gather, self._let_loads_pass)
 
     def _next(self, *queues: list[CpuTransfer]) -> CpuTransfer | None:
-        """Wait for a transfer, the first queue's before others; None at the end, when all of them have failed."""
+        """Wait for a transfer, the first queue's before others; None when closing, when all of them have failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or any(queues))
             if self._closing:
@@ -307,7 +310,7 @@ class CpuTransferEngine:
                 transfer.end(())
 
     def _let_loads_pass(self) -> None:
-        """Hold the save thread while a load that somebody waits for wants the memory bus."""
+        """Block the save thread while a synchronous load needs the memory bus."""
         if self._urgent:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or all(transfer.cancelled for transfer in self._urgent))
@@ -316,7 +319,8 @@ class CpuTransferEngine:
         self, transfer: CpuTransfer, copy: Callable[[int, CopyPlan], None], make_way: Callable[[], None]
     ) -> None:
         """Copy the next piece of a transfer, and end it after the last one."""
-        job, start = transfer.job, transfer.position
+        job = transfer.job
+        start = transfer.position
         piece = range(start, min(start + self._piece_blocks(job), len(job.slots)))
         arrived = set(self._copy(transfer, piece, copy, make_way))
         with self._changed:
@@ -334,7 +338,7 @@ class CpuTransferEngine:
         return CopyPlan.of(block_ids, slots, self._first_slots[job.group_id])
 
     def _groups_of(self, job: Job) -> list[int]:
-        """The numbers of `groups` that a job copies. Raises PactViolation if there is no such KV cache group."""
+        """Numbers of `groups` that a job copies. Raises PactViolation if there is no such KV cache group."""
         require_cache_group(job.group_id, len(self._groups_in))
         return self._groups_in[job.group_id]
 
@@ -345,12 +349,12 @@ class CpuTransferEngine:
         copy: Callable[[int, CopyPlan], None],
         make_way: Callable[[], None],
     ) -> Sequence[int]:
-        """Copy all layers of these blocks of a job and return those that arrived: all, or what one by one succeeds."""
+        """Copy all layers of these blocks of a job, after an error one by one; returns the blocks that arrived."""
         job = transfer.job
         try:
-            block_ids, slots = [job.block_ids[block] for block in blocks], [job.slots[block] for block in blocks]
             groups = self._groups_of(job)
-            plan = self._plan(job, block_ids, slots)
+            slots = [job.slots[block] for block in blocks]
+            plan = self._plan(job, [job.block_ids[block] for block in blocks], slots)
             for group in groups:
                 make_way()
                 if transfer.cancelled:

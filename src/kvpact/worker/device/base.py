@@ -1,7 +1,7 @@
-"""What copies ask of a device: streams, events, batches of copies, pinned host memory.
+"""Protocol of a device for copies: streams, events, batches of copies, pinned host memory.
 
-The engine's own device is `kvpact.vllm.device`; a played one is in the test kit. Streams and events are whatever the
-device makes them.
+The engine's own device is `kvpact.vllm.device`; the test kit has a simulated one. Streams and events are opaque objects
+of the device.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ MAX_BATCH_ENTRIES: Final = 4096
 
 
 class Device(Protocol):
-    """Each method raises what the device's libraries raise. A thread other than the engine's calls `attach` first."""
+    """Device for copies. Methods pass on its libraries' errors. Threads but the engine's call `attach` first."""
 
     name: str
-    """The device and its driver, for people."""
+    """Name of the device and its driver, for people."""
     pinned: bool
-    """Whether the host memory of copies is pinned; whoever registers it says so before the first copy."""
+    """True if the host memory of copies is pinned; set by its registration before the first copy."""
 
     def attach(self) -> None:
-        """Use the device on the calling thread, and do no harm to a graph that another thread captures meanwhile."""
+        """Use the device on the calling thread, without harm to a graph that another thread captures meanwhile."""
 
     def create_stream(self) -> Stream:
-        """A stream that waits for no other one by itself."""
+        """Create a stream that waits for no other one by itself."""
 
     def current_stream(self) -> Stream:
-        """The one on which the calling thread computes."""
+        """Stream on which the calling thread computes."""
 
     def record(self, stream: Stream) -> Event:
-        """An event that is done when all that is in the stream now is done."""
+        """Record an event, done when all that is in the stream now is done."""
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
-        """What is put into the stream from now on begins after the event. The caller does not wait."""
+        """Begin all work put into the stream from now on after the event. The caller does not wait."""
 
     def is_done(self, event: Event) -> bool:
-        """Whether the event is done. Does not wait."""
+        """True if the event is done. Does not wait."""
 
     def synchronize(self) -> None:
         """Wait until nothing is under way on the device."""
@@ -61,13 +61,10 @@ class Device(Protocol):
         """Put copies into host memory into the stream; a source is read in the order of the stream. See `load`."""
 
     def run(self, stream: Stream, work: Callable[[], Result]) -> Result:
-        """What `work` returns, which works on this stream and waits for what it has put there."""
+        """Call `work`, which uses this stream and waits for the work it put there; returns its result."""
 
     def register(self, address: int, num_bytes: int) -> bool:
         """Pin whole pages of host memory; returns False if they cannot be pinned, which does no other harm."""
 
     def unregister(self, address: int) -> None:
-        """Unpin what was registered from `address` on."""
-
-
-__all__ = ["MAX_BATCH_ENTRIES", "Addresses", "Device", "Event", "Stream"]
+        """Unpin the memory registered from `address` on."""

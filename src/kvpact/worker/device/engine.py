@@ -1,8 +1,8 @@
 """Copies on a device: ordered by streams and events, and put into them a piece at a time by the thread that computes.
 
-Owns four streams: of loads that a step waits for, of other loads, of such that are short, and of saves. A load comes
-after what was computed before it was ordered, a save after the forward pass, and what is computed next after the step's
-loads. Nothing waits for a copy on the host.
+Owns four streams: of synchronous loads, of other loads, of short ones among these, and of saves. A load runs behind the
+computation before its order, a save behind the forward pass, and the next computation behind the step's loads. The host
+waits for no copy.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvpact.worker.paged import PagedKV
 logger = logging.getLogger(__name__)
 
 STEP_ENTRIES: Final = 4096
-"""Copies that a step with a forward pass gives the device besides those that it waits for: 2.5 ms at 0.6 us each."""
+"""Most asynchronous copies that a step with a forward pass gives the device: 2.5 ms at 0.6 us each."""
 
 PIECE_ENTRIES: Final = 4096
-"""Addresses that are made at a time: 64 times as many in one go take ten times as long, most of it for fresh memory."""
+"""Addresses made at a time: 64 times as many in one go take ten times as long, most of it for fresh memory."""
 
 SHORT_ENTRIES: Final = STEP_ENTRIES // 2
-"""Copies of a load that goes by a stream of its own, past what the device has of longer ones: one step submits it."""
+"""Most copies of a load on a stream of its own, which passes longer ones: one step submits it."""
 
 POLL_SECONDS: Final = 0.0002
 
@@ -46,16 +46,16 @@ class CopyQueue:
     copy: Callable[[Addresses, Addresses, Addresses, Stream], None]
     """`Device.load` or `Device.save`."""
     in_order: bool = False
-    """Whether they end in the order in which they were ordered."""
+    """True if they end in the order in which they were ordered."""
     open: deque[DeviceTransfer] = field(default_factory=deque)
     """Transfers that have not ended, the oldest first."""
     waiting: deque[DeviceTransfer] = field(default_factory=deque)
-    """Transfers of which the device does not have all blocks, the oldest first."""
+    """Transfers with blocks that were not submitted to the device, the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
 class DeviceTransfer:
-    """One job's copies. For the computing thread."""
+    """Copies of one job. For the computing thread."""
 
     job: Job
     engine: DeviceTransferEngine = field(repr=False)
@@ -65,17 +65,17 @@ class DeviceTransfer:
     failed: Sequence[int] = ()
     error: Exception | None = None
     places: tuple[Indexes, Indexes] | None = field(default=None, repr=False)
-    """The job's blocks, and where their slots begin; None once the device has all of them, or none is to be copied."""
+    """Blocks of the job and offsets of their slots; None once all are submitted, or none is to be copied."""
     position: int = 0
-    """The device has the blocks below."""
+    """Number of blocks submitted to the device."""
     fence: Event = None
-    """What its copies come after; None once the stream waits for it."""
+    """Event the copies must wait for; None once queued on the stream."""
     event: Event = None
-    """The device has done all that it has of this transfer; None if it has nothing."""
+    """Event after all submitted copies of this transfer; None if there are none."""
     is_to_be_checked: bool = False
-    """Whether it is reported only when its blocks are known to be what their slots are."""
+    """True if it is reported only after its blocks were compared with their slots."""
     check: Check | None = None
-    """What asks that."""
+    """Comparison of the blocks under way, or ended and not taken in."""
 
     @property
     def ended(self) -> bool:
@@ -84,7 +84,7 @@ class DeviceTransfer:
         return self.has_ended
 
     def wait(self, groups: int, seconds: float | None) -> bool:
-        """See `Transfer`. What is computed next comes after a load that the step waits for, without waiting here."""
+        """See `Transfer`. Orders the next computation behind a synchronous load, without waiting here."""
         if isinstance(self.job, LoadJob) and self.job.synchronous:
             self.engine.order(self)
             return True
@@ -98,17 +98,23 @@ class DeviceTransfer:
 
     @property
     def blocks_left(self) -> int:
-        """How many of the job's blocks the device does not have."""
+        """Number of the job's blocks not submitted to the device."""
         return len(self.places[0]) - self.position if self.places is not None else 0
 
     def cancel(self) -> None:
         """See `Transfer`."""
         self.engine.cancel(self)
 
+    def refuse(self, error: Exception | None) -> None:
+        """Fail all of it, whatever arrives of the submitted copies."""
+        self.error = error
+        self.failed = range(len(self.job.slots))
+        self.places = None
+
     def fail(self, error: Exception | None) -> None:
-        """All of it has failed, whatever arrived, and nothing of it is being copied."""
-        self.error, self.failed = error, range(len(self.job.slots))
-        self.places = self.event = None
+        """Fail all of it, of which nothing is being copied."""
+        self.refuse(error)
+        self.event = None
 
 
 def _oldest(waiting: Sequence[DeviceTransfer]) -> DeviceTransfer:
@@ -116,15 +122,15 @@ def _oldest(waiting: Sequence[DeviceTransfer]) -> DeviceTransfer:
 
 
 class DeviceTransferEngine:
-    """See `TransferEngine`. Layers arrive all at once, before the forward pass."""
+    """`TransferEngine` of a device. Layers arrive all at once, before the forward pass."""
 
     layerwise = False
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, device: Device, pinned_bytes: int) -> None:
-        """`pinned_bytes` bytes of the segment were pinned together. Raises PactViolation like `JobRuns`."""
+        """`pinned_bytes` is the size of the segment's pinned pieces. Raises PactViolation like `JobRuns`."""
         self._device = device
         self.proof: Proof | None = None
-        """What checks jobs, from when the trial of the copies is over."""
+        """Checks of jobs, once the test of the copies is over."""
         self._runs = JobRuns(paged, segment, pinned_bytes)
         self.groups = _groups_of(paged)
         self._awaited = CopyQueue(device.create_stream(), device.load)
@@ -133,7 +139,7 @@ class DeviceTransferEngine:
         self._short_loads = device.create_stream()
         self._closing = False
         self.error: Exception | None = None
-        """Why nothing is copied any more."""
+        """Reason why no copy is made any more."""
         self._process = os.getpid()
 
     @property
@@ -142,7 +148,7 @@ class DeviceTransferEngine:
         return max(self._runs.entries_per_block)
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[DeviceTransfer]:
-        """See `TransferEngine`. The device has what the step waits for when this returns."""
+        """See `TransferEngine`. Submits synchronous loads to the device at once."""
         fence = self._fence() if jobs else None
         transfers = [self._opened(job, self._awaited if job.synchronous else self._loads, fence) for job in jobs]
         self._submit_up_to(self._awaited, None)
@@ -152,12 +158,12 @@ class DeviceTransferEngine:
         return transfers
 
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[DeviceTransfer]:
-        """See `TransferEngine`. The device gets them later, so that the step's tokens are not behind them."""
+        """See `TransferEngine`. Submits them later, so that the step's tokens do not wait behind them."""
         fence = self._fence() if jobs else None
         return [self._opened(job, self._saves, fence) for job in jobs]
 
     def submit_some(self) -> None:
-        """See `TransferEngine`. If several loads wait, half goes to those with the least left, half to the oldest."""
+        """See `TransferEngine`. If several loads wait, half goes to the shortest, half to the oldest ones."""
         queues = [queue for queue in (self._loads, self._saves) if queue.waiting]
         for queue in queues:
             share = STEP_ENTRIES // len(queues)
@@ -178,7 +184,7 @@ class DeviceTransferEngine:
             self.proof.begin_anew(paged)
 
     def close(self, seconds: float) -> bool:
-        """See `TransferEngine`. Saves that wait are made. In a forked process the device is the parent's."""
+        """See `TransferEngine`. Makes waiting saves. In a forked process the device is the parent's."""
         if self._process != os.getpid():
             return True
         self._closing = True
@@ -193,7 +199,7 @@ class DeviceTransferEngine:
         return not self._poll_all()
 
     def _fence(self) -> Event | Exception:
-        """What the calling thread has computed so far, or why the device does not say."""
+        """Event after the calling thread's computation so far, or the error with which the device refused it."""
         try:
             return self.error or self._device.record(self._device.current_stream())
         except Exception as error:
@@ -215,7 +221,8 @@ class DeviceTransferEngine:
             transfer.fail(error)
             return transfer
         if not self._runs.entries_per_block[job.group_id]:  # no layer of the group is on this rank
-            transfer.places, transfer.position = None, len(job.slots)
+            transfer.places = None
+            transfer.position = len(job.slots)
         else:
             if queue is self._loads and self._entries_left(transfer) <= SHORT_ENTRIES:
                 transfer.stream = self._short_loads
@@ -235,9 +242,9 @@ class DeviceTransferEngine:
         entries: int | None,
         choose: Callable[[Sequence[DeviceTransfer]], DeviceTransfer] = _oldest,
     ) -> int:
-        """Give the device about so many copies that wait, or all (None), of the transfers chosen one after the other.
+        """Submit about so many waiting copies, or all (None), of the transfers chosen one after another.
 
-        Returns how many copies they are.
+        Returns the number of copies.
         """
         given = 0
         while queue.waiting and self.error is None and (entries is None or given < entries):
@@ -254,9 +261,10 @@ class DeviceTransferEngine:
         return given
 
     def _submit(self, transfer: DeviceTransfer, most: int) -> int:
-        """Give the device a transfer's next blocks, about `most` copies; returns how many copies they are."""
+        """Submit a transfer's next blocks, about `most` copies; returns the number of copies."""
         assert transfer.places is not None
-        queue, group_id = transfer.queue, transfer.job.group_id
+        queue = transfer.queue
+        group_id = transfer.job.group_id
         blocks, starts = transfer.places
         count = max(1, most // self._runs.entries_per_block[group_id])
         some = slice(transfer.position, transfer.position + count)
@@ -274,7 +282,7 @@ class DeviceTransferEngine:
         return len(entries)
 
     def poll(self, transfer: DeviceTransfer) -> None:
-        """Take in whether a transfer has ended."""
+        """End a transfer whose copies are done and checked."""
         if transfer.has_ended or not self._has_arrived(transfer):
             return
         if transfer.is_to_be_checked:
@@ -286,14 +294,14 @@ class DeviceTransferEngine:
                 transfer.has_ended = True
 
     def _poll_all(self) -> bool:
-        """Take in all that has ended; returns whether something is left."""
+        """End all transfers whose copies are done; returns whether any are left."""
         queues = (self._awaited, self._loads, self._saves)
         for transfer in [transfer for queue in queues for transfer in queue.open]:
             self.poll(transfer)
         return any(queue.open for queue in queues)
 
     def _has_arrived(self, transfer: DeviceTransfer) -> bool:
-        """Whether nothing of a transfer is being copied, and nothing will be."""
+        """True if nothing of a transfer is being copied, and nothing will be."""
         if transfer.places is not None:
             return False
         try:
@@ -302,10 +310,9 @@ class DeviceTransferEngine:
             return self._fails(transfer, error)
 
     def _begin_check(self, transfer: DeviceTransfer) -> None:
-        """Whether the blocks of a transfer are what their slots are.
+        """Begin to compare the blocks of a transfer with their slots.
 
-        Of a load that the step waits for this is known when the call returns: its last block may be written to by what
-        is computed then.
+        Of a synchronous load it ends when the call returns, because the next computation may write to the last block.
         """
         assert self.proof is not None
         transfer.is_to_be_checked = False
@@ -318,7 +325,7 @@ class DeviceTransferEngine:
             transfer.check = self.proof.begin(transfer.job)
 
     def _was_checked(self, transfer: DeviceTransfer) -> bool:
-        """Whether no check of a transfer is under way; one that found a difference ends all copies.
+        """Take in the verdict on a transfer; False while its check is under way. A wrong copy ends all copies.
 
         A copy that could not be checked has failed, unless the rank is proven without it.
         """
@@ -337,21 +344,21 @@ class DeviceTransferEngine:
         return True
 
     def _refute(self, error: Exception | None) -> None:
-        """A copy was wrong: none is made or believed from now on. What is under way ends when the device is done."""
+        """End all copies after a wrong one: none is trusted. Transfers under way end when the device is done."""
         if self.error is None:
             self.error = error
             logger.error(
-                "kvpact loads and saves nothing more in this process, and the engine goes on without it: %s. Please "
-                "report this",
+                "kvpact stops loading and saving in this process, and the engine goes on without it: %s. Please report "
+                "this",
                 error,
             )
         for queue in (self._awaited, self._loads, self._saves):
             queue.waiting.clear()
             for transfer in queue.open:
-                transfer.error, transfer.failed, transfer.places = error, range(len(transfer.job.slots)), None
+                transfer.refuse(error)
 
     def order(self, transfer: DeviceTransfer) -> None:
-        """What the calling thread computes from now on comes after what the device has of a transfer."""
+        """Order the calling thread's next computation behind the submitted copies of a transfer."""
         if transfer.has_ended or transfer.event is None:
             return
         try:
@@ -360,15 +367,16 @@ class DeviceTransferEngine:
             self._fails(transfer, error)
 
     def cancel(self, transfer: DeviceTransfer) -> None:
-        """The device gets no more of it, and its blocks may be written by what is computed from now on."""
+        """Submit no more of it, and order the next computation, which may write to its blocks, behind its copies."""
         if transfer.places is not None:
             transfer.queue.waiting.remove(transfer)
-            transfer.failed, transfer.places = range(transfer.position, len(transfer.job.slots)), None
+            transfer.failed = range(transfer.position, len(transfer.job.slots))
+            transfer.places = None
         if isinstance(transfer.job, LoadJob):
             self.order(transfer)
 
     def _fails(self, transfer: DeviceTransfer, error: Exception) -> bool:
-        """The device has refused a call: the transfer has failed; False if the device is lost, and all have."""
+        """Fail a transfer after the device refused a call; False if the device is lost, and all have failed."""
         if not self._is_at_rest():
             self._lose(error)
             return False
@@ -376,7 +384,7 @@ class DeviceTransferEngine:
         return True
 
     def _is_at_rest(self) -> bool:
-        """Wait until nothing is being copied; returns whether the device could be asked."""
+        """Wait until nothing is being copied; False if the device does not answer."""
         try:
             self._device.synchronize()
         except Exception:
@@ -384,9 +392,9 @@ class DeviceTransferEngine:
         return True
 
     def _lose(self, error: Exception) -> None:
-        """The device is lost: all has failed, and all will."""
+        """Fail all transfers, now and from now on, as the device is lost."""
         self.error = error
-        logger.error("the device refuses copies (%s): nothing is loaded or saved from now on", error)
+        logger.error("the device refuses copies (%s): kvpact loads and saves nothing from now on", error)
         for queue in (self._awaited, self._loads, self._saves):
             queue.waiting.clear()
             for transfer in queue.open:
@@ -394,8 +402,7 @@ class DeviceTransferEngine:
             self._end(queue)
 
     def _end(self, queue: CopyQueue) -> None:
-        """Transfers of which nothing is being copied end; those that end in order, up to the first one of which
-        something is."""
+        """End the transfers of which nothing is being copied; in order, only up to the first other one."""
         for transfer in [*queue.open]:
             if transfer.places is None and transfer.event is None:
                 queue.open.remove(transfer)
@@ -406,6 +413,3 @@ class DeviceTransferEngine:
 
 def _groups_of(paged: PagedKV) -> Sequence[range]:
     return paged.in_forward_order(group for group in paged.cache_groups if group)
-
-
-__all__ = ["DeviceTransfer", "DeviceTransferEngine"]

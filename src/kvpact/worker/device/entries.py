@@ -1,7 +1,7 @@
-"""What a load or a save copies, as entries of a batch: device address, host address and size of each run of bytes.
+"""Entries of a batch of copies for a load or a save: device address, host address and size of each run of bytes.
 
-Owns the arithmetic from jobs to addresses, vectorised; calls no device. Runs that are
-adjacent on both sides become one entry, which never crosses the border of two pinned pieces of host memory.
+Owns the arithmetic from jobs to addresses, vectorised; calls no device. Runs that are adjacent on both sides become one
+entry, which never crosses the border of two pinned pieces of host memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Entries:
 
     @classmethod
     def joined(cls, parts: Sequence[Entries]) -> Entries:
-        """All of them, one or more, in order."""
+        """Concatenation of one or more parts, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -53,30 +53,30 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of bytes of one block in some layers, and their pieces of a slot of one class. All in bytes."""
+    """Runs of bytes of one block in some layers, and their pieces of a slot of one class. All in bytes."""
 
     device: Indexes
     """Addresses of the runs of block 0."""
     host: Indexes
-    """Addresses of their pieces of a slot where the segment begins."""
+    """Addresses of their pieces of a slot at the segment's beginning."""
     sizes: Indexes
     block_stride: int
     slot_bytes: int
     segment_address: int
     pinned_bytes: int
-    """Bytes that were pinned together: an entry stays within as many, counted from the segment's beginning."""
+    """Bytes of a pinned piece: an entry stays within one, counted from the segment's beginning."""
     cuts: bool
-    """Whether a slot may lie across a border of two such pieces."""
+    """True if a slot may lie across a border of two such pieces."""
 
     @property
     def joins_blocks(self) -> bool:
-        """Whether adjacent blocks are one run on both sides: the only run is all of a block, and of its slot."""
+        """True if adjacent blocks are one run on both sides: the only run is all of a block, and of its slot."""
         return len(self.sizes) == 1 and int(self.sizes[0]) == self.block_stride == self.slot_bytes
 
     def entries(self, block_ids: Indexes, slots: Indexes) -> Entries:
-        """Copies between `block_ids[i]` and the slot that begins `slots[i]` bytes behind the segment's beginning.
+        """Copies between `block_ids[i]` and the slot `slots[i]` bytes behind the segment's beginning.
 
-        The caller has found both to be there.
+        The caller has checked that both exist.
         """
         sizes = np.tile(self.sizes, len(slots))
         if self.joins_blocks and len(slots) > 1:
@@ -85,7 +85,8 @@ class Runs:
             )
             starts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
             sizes = np.diff(np.append(starts, len(slots))) * self.slot_bytes
-            block_ids, slots = block_ids[starts], slots[starts]
+            block_ids = block_ids[starts]
+            slots = slots[starts]
         device = (block_ids[:, None] * self.block_stride + self.device).ravel()
         host = (slots[:, None] + self.host).ravel()
         if self.cuts:
@@ -93,10 +94,10 @@ class Runs:
         return Entries(device, host, sizes)
 
     def _cut(self, device: Indexes, host: Indexes, sizes: Indexes) -> tuple[Indexes, Indexes, Indexes]:
-        """Cut runs where chunks pinned together end: one that lies across a border becomes several."""
+        """Cut runs at the borders of pinned pieces: a run across a border becomes several."""
         starts = host - self.segment_address
-        first, last = starts // self.pinned_bytes, (starts + sizes - 1) // self.pinned_bytes
-        counts = last - first + 1
+        first = starts // self.pinned_bytes
+        counts = (starts + sizes - 1) // self.pinned_bytes - first + 1
         run = np.repeat(np.arange(len(counts)), counts)
         piece = first[run] + np.arange(len(run)) - (np.cumsum(counts) - counts)[run]
         begins = np.maximum(starts[run], piece * self.pinned_bytes)
@@ -108,14 +109,15 @@ class Runs:
 def runs_of(
     paged: PagedKV, groups: Sequence[range], segment: ArenaSegment, slot_class: SlotClass, pinned_bytes: int
 ) -> list[Runs]:
-    """For all layers of `groups`, each of adjacent layers; one for each distance between blocks that they have.
+    """Runs of all layers of `groups`, each of adjacent layers; one `Runs` for each distance between blocks.
 
     All are of one KV cache group, whose slots are of this class. See `Runs` for `pinned_bytes`.
     """
     cuts = bool(pinned_bytes % max(1, slot_class.extent_bytes or slot_class.slot_bytes))
     runs: dict[int, list[tuple[int, int, int]]] = {}
     for group in groups:
-        layer, piece = paged.joined(group), segment.mapped_at + paged.layer_offsets[group.start]
+        layer = paged.joined(group)
+        piece = segment.mapped_at + paged.layer_offsets[group.start]
         runs.setdefault(layer.block_stride, []).extend(
             (layer.address + chunk * layer.chunk_stride, piece + chunk * layer.chunk_bytes, layer.chunk_bytes)
             for chunk in range(layer.chunks)
@@ -130,30 +132,31 @@ def runs_of(
 
 
 class JobRuns:
-    """What copies the blocks of a job: the pages of the layers in its KV cache group, and its slots."""
+    """Entries for the blocks of jobs: the pages of the layers in a job's KV cache group, and its slots."""
 
     def __init__(self, paged: PagedKV, segment: ArenaSegment, pinned_bytes: int) -> None:
-        """See `Runs` for `pinned_bytes`. Raises PactViolation for slots that are too small."""
-        self._segment, self._pinned_bytes = segment, pinned_bytes
+        """`pinned_bytes` as in `Runs`. Raises PactViolation for slots that are too small."""
+        self._segment = segment
+        self._pinned_bytes = pinned_bytes
         self._classes = group_classes(paged, segment.classes)
-        """Per KV cache group, the class of its slots."""
+        """Class of the slots, per KV cache group."""
         self.rebind(paged)
 
     def rebind(self, paged: PagedKV) -> None:
-        """The pages lie here, from now on."""
+        """Use pages that lie here from now on."""
         self._num_blocks = paged.num_blocks
         self._runs = [
             runs_of(paged, join_adjacent(paged.layers, group, len(group)), self._segment, one, self._pinned_bytes)
             for group, one in zip(paged.cache_groups, self._classes, strict=True)
         ]
-        """Per KV cache group, its runs."""
+        """Runs, per KV cache group."""
         self.entries_per_block = [sum(len(one.sizes) for one in runs) for runs in self._runs]
-        """Per KV cache group, entries of a block, if no blocks are adjacent and no run is cut."""
+        """Entries of a block, per KV cache group, if no blocks are adjacent and no run is cut."""
 
     def places(self, job: Job) -> tuple[Indexes, Indexes]:
-        """A job's blocks, and where in the segment its slots begin, in bytes.
+        """Blocks of a job, and the offsets of its slots in the segment, in bytes.
 
-        Raises PactViolation if it names a KV cache group, a block or a slot that is not there.
+        Raises PactViolation if it names a KV cache group, a block or a slot that does not exist.
         """
         require_cache_group(job.group_id, len(self._runs))
         if len(job.block_ids) != len(job.slots):
@@ -161,7 +164,8 @@ class JobRuns:
                 f"each block needs one slot, not {len(job.block_ids)} blocks and {len(job.slots)} slots"
             )
         slot_class = self._classes[job.group_id]
-        blocks, slots = np.asarray(job.block_ids, np.int64), np.asarray(job.slots, np.int64)
+        blocks = np.asarray(job.block_ids, np.int64)
+        slots = np.asarray(job.slots, np.int64)
         _require_within(blocks, range(self._num_blocks), "blocks")
         _require_within(slots, slot_class.slots, "slots")
         if slot_class.extent_bytes and slot_class.places:
@@ -169,12 +173,12 @@ class JobRuns:
         return blocks, slot_class.start_of(slots)
 
     def entries(self, group_id: int, blocks: Indexes, starts: Indexes) -> Entries:
-        """What copies these `places` of a KV cache group."""
+        """Entries for these `places` of a KV cache group."""
         return Entries.joined([one.entries(blocks, starts) for one in self._runs[group_id]])
 
 
-def _require_within(numbers: Indexes, there: range, what: str) -> None:
+def _require_within(numbers: Indexes, there: range, name: str) -> None:
     if len(numbers) and (numbers.min() < there.start or numbers.max() >= there.stop):
         raise PactViolation(
-            f"{what} {numbers.min()} to {numbers.max()} cannot be copied: there are {len(there)} from {there.start} on"
+            f"{name} {numbers.min()} to {numbers.max()} cannot be copied: there are {len(there)} from {there.start} on"
         )

@@ -1,6 +1,6 @@
-"""What a device's copies do: pinning, speed by page size and layout, beside busy Python and beside what computes.
+"""Measurements of a device's copies: pinning, speed by page size and layout, beside busy Python and computation.
 
-Owns what is measured, over any `Device`. Each section's figures are told as soon as they are there.
+Owns the sections of figures, over any `Device`, and reports each as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ LAYOUTS: Final = ("layer by layer", "block by block")
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A device, and what an examination needs beside it."""
+    """Device, with the memory and the computation for measurements on it."""
 
     device: Device
     allocate: Callable[[int, int], Any]
-    """(rows, bytes of one) -> a tensor of bytes on the device, with these two axes."""
+    """Allocates a tensor of bytes on the device with two axes: (rows, bytes of a row)."""
     compute: Callable[[], None]
-    """What a step of decoding would: a few milliseconds on the current stream. Waits for that stream alone."""
+    """Computes for a few milliseconds on the current stream, like a decoding step. Waits for that stream alone."""
     num_bytes: int = 1 << 30
     """Bytes that are copied at a time."""
     rounds: int = 5
 
 
-def examine(bench: Bench, tell: Callable[[str, dict[str, Any]], None]) -> None:
-    """Measure all sections; `tell(section, figures)` as each is over. Raises what the device raises."""
+def examine(bench: Bench, report: Callable[[str, dict[str, Any]], None]) -> None:
+    """Measure all sections; calls `report(section, figures)` after each. Passes on the device's errors."""
     for page_bytes in PAGES:
         for layout in LAYOUTS:
-            tell(f"{layout}, {page_bytes >> 10} KiB", _copies(bench, layout, page_bytes))
+            report(f"{layout}, {page_bytes >> 10} KiB", _copies(bench, layout, page_bytes))
 
 
 def _copies(bench: Bench, layout: str, page_bytes: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _beside(bench: Bench, engine: DeviceTransferEngine, job: LoadJob) -> float:
 
 
 def _median(bench: Bench, work: Callable[[], None]) -> float:
-    """Seconds."""
+    """Median seconds of `work`."""
     seconds = []
     for _ in range(bench.rounds):
         began = time.perf_counter()
@@ -122,7 +122,7 @@ def _median(bench: Bench, work: Callable[[], None]) -> float:
 
 @contextmanager
 def _busy_python() -> Iterator[None]:
-    """Another thread holds the interpreter's lock as much as it can."""
+    """Context in which another thread holds the interpreter's lock as much as it can."""
     over = threading.Event()
 
     def spin() -> None:
@@ -136,6 +136,3 @@ def _busy_python() -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-__all__ = ["Bench", "examine"]

@@ -1,6 +1,6 @@
-"""A rank's copies on its device as an engine starts with them: pinned memory, and a trial before anything is served.
+"""Start of a rank's copies on its device: pinned memory, and a test before anything is served.
 
-Owns what must be true of the device then, and the order in which its parts begin and end.
+Owns the requirements on the device, and the order in which its parts begin and end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import partial
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
 from kvpact.memory.arena import ArenaSegment
-from kvpact.memory.shared_slots import SharedSlots, grant_turn
+from kvpact.memory.shared_slots import SharedSlots, take_turn
 from kvpact.units import format_size
 from kvpact.worker.device.base import Device
 from kvpact.worker.device.engine import DeviceTransferEngine
-from kvpact.worker.device.pinned import FIRST_SECONDS, WHAT_LIMITS, PinnedSlots
+from kvpact.worker.device.pinned import FIRST_SECONDS, PIN_LIMITS, PinnedSlots
 from kvpact.worker.device.proof import Proof
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.round_trip import require_round_trip
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class OpenedDevice(DeviceTransferEngine):
-    """The transfer engine of one rank, which owns what it needs on the device."""
+    """Transfer engine of one rank, which owns its pinned memory and its checks on the device."""
 
     def __init__(
         self,
@@ -36,16 +36,16 @@ class OpenedDevice(DeviceTransferEngine):
         node: int | None = None,
         model: str = "a model",
     ) -> None:
-        """`node` is the device's memory node, if known; `model` names what the KV memory is of.
+        """`node` is the device's memory node, if known; `model` names the model, for people.
 
-        Raises ConfigError if the device or its copies cannot be used, and leaves nothing.
+        Raises ConfigError if the device or its copies cannot be used, and leaves nothing pinned.
         """
         segment.place_pages(huge=config.huge_pages == "on", node=node)
         self._pinned = PinnedSlots(device, segment)
         try:
             self._pin(device, segment)
             super().__init__(paged, segment, device, self._pinned.chunk_bytes[0])
-            with grant_turn(segment):
+            with take_turn(segment):
                 require_round_trip(self, paged, segment, segment.usable_slots)
             stores = config.save != "off" and not isinstance(segment, SharedSlots)
             self.proof = Proof(paged, segment, device, stores=stores, model=model)
@@ -57,7 +57,7 @@ class OpenedDevice(DeviceTransferEngine):
         logger.info("copies on %s, host memory %s", device.name, "pinned" if device.pinned else "not pinned: slower")
 
     def _pin(self, device: Device, segment: ArenaSegment) -> None:
-        """Pin the first slots, and the others in the background; where most cannot be pinned, none is."""
+        """Pin the first slots, and the others in the background; if most cannot be pinned, none is."""
         segment.usable_slots = 0
         self._pinned.start(partial(setattr, segment, "usable_slots"))
         self._pinned.wait_for_first(FIRST_SECONDS * segment.sharers)  # they pin the same pages in turns
@@ -70,7 +70,7 @@ class OpenedDevice(DeviceTransferEngine):
                 "arena: most of %s cannot be pinned on %s, so none is: copies to and from it are slower (%s)",
                 format_size(len(segment.memory)),
                 device.name,
-                WHAT_LIMITS,
+                PIN_LIMITS,
             )
 
     def close(self, seconds: float) -> bool:
@@ -79,6 +79,3 @@ class OpenedDevice(DeviceTransferEngine):
         if ended and self._process == os.getpid():
             self._pinned.close()
         return ended
-
-
-__all__ = ["OpenedDevice"]

@@ -1,8 +1,8 @@
-"""A segment's slots as pinned memory: chunk by chunk in the background, low slots first.
+"""Pinning of a segment's slots: chunk by chunk in the background, low slots first.
 
-Owns the registrations and the number of slots that are usable. Registering takes about 0.1 s per GiB and stalls other
-calls of the driver meanwhile, so that no chunk is large, and its pages are taken from the machine before; an engine
-starts with the first ones.
+Owns the registrations and the number of usable slots. Registering takes about 0.1 s per GiB and stalls other calls of
+the driver meanwhile, so no chunk is large, and its pages are taken from the machine before; an engine starts with the
+first ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpact.memory.arena import ArenaSegment, SlotClass
-from kvpact.memory.shared_slots import grant_turn
+from kvpact.memory.shared_slots import take_turn
 from kvpact.threads import start_background
 from kvpact.units import format_size
 from kvpact.worker.device.base import Device
@@ -24,38 +24,38 @@ from kvpact.worker.round_trip import TRIAL_SLOTS
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 64 << 20
-"""Bytes of a registration: about 6 ms, for which other calls of the driver wait.
+"""Most bytes of a registration: about 6 ms, for which other calls of the driver wait.
 
-Fewer, so that it has whole slots, or a slot that is larger. One of 512 GiB fails (vllm#51081); Linux 6.11 to 6.13 take
-at most 2 GiB."""
+Rounded down to whole slots; a larger slot is one registration. One of 512 GiB fails (vllm#51081); Linux 6.11 to 6.13
+take at most 2 GiB."""
 
 FIRST_BYTES: Final = 4 << 30
-"""An engine waits for these at its start, at most `FIRST_SECONDS`."""
+"""Bytes for which an engine waits at its start, at most `FIRST_SECONDS`."""
 
 FIRST_SECONDS: Final = 1.0
 
 EXTENT_SECONDS: Final = 20.0
-"""For the extents that the trial at the start needs: as a slot may have tens of MiB, and an extent many slots."""
+"""Seconds for the extents of the test at the start: a slot may have tens of MiB, and an extent many slots."""
 
 MIN_SHARE: Final = 0.5
-"""Share of the slots to pin, at least. If fewer can be pinned, all of them are worth more unpinned.
+"""Least share of the slots to pin. If fewer can be pinned, all of them are worth more unpinned.
 
-That costs a copy by one core; a block that is not there costs its computation."""
+Unpinned, a copy costs one core's time; a missing slot costs a block's computation."""
 
-WHAT_LIMITS: Final = (
-    "what bounds it is the machine's memory and the container's memory limit (cgroup), not the limit on locked memory"
+PIN_LIMITS: Final = (
+    "limited by the machine's memory and the container's memory limit (cgroup), not by the limit on locked memory"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Memory that is pinned together."""
+    """Memory of one registration."""
 
     start: int
-    """Where in the segment it begins, in bytes."""
+    """Offset in the segment, in bytes."""
     num_bytes: int
     usable: int
-    """All slots with lower numbers (extents, where there are some) are pinned when this is."""
+    """Number of the first slot (or extent, where there are some) not pinned with this chunk and those before it."""
 
 
 class PinnedSlots:
@@ -65,9 +65,10 @@ class PinnedSlots:
     """
 
     def __init__(self, device: Device, segment: ArenaSegment) -> None:
-        self._device, self._segment = device, segment
+        self._device = device
+        self._segment = segment
         self.chunk_bytes = [_chunk_bytes(one, segment.unit) for one in segment.pieces]
-        """Per class, or for the extents, bytes pinned together: no copy goes over the border of two."""
+        """Bytes of a registration, per class, or for the extents: no copy crosses the border of two."""
         self._chunks = [
             chunk
             for one, num_bytes in zip(segment.pieces, self.chunk_bytes, strict=True)
@@ -76,11 +77,11 @@ class PinnedSlots:
         self._least = max(
             (-(-TRIAL_SLOTS // one.places) for one in segment.classes if one.extent_bytes and one.places), default=0
         )
-        """Extents in which each class has as many slots as a trial needs."""
+        """Least number of extents in which each class has enough slots for the test at the start."""
         self._done = 0
-        """Chunks that are pinned."""
+        """Number of pinned chunks."""
         self.refused = False
-        """Whether the device has refused to pin more."""
+        """True once the device has refused to pin more."""
         self._changed = threading.Condition()
         self._starting = True
         self._closing = False
@@ -88,7 +89,7 @@ class PinnedSlots:
 
     @property
     def usable(self) -> int:
-        """Slots, from number 0 on, that are pinned."""
+        """Number of pinned slots, from number 0 on."""
         return self._chunks[self._done - 1].usable if self._done else 0
 
     @property
@@ -96,14 +97,14 @@ class PinnedSlots:
         """Bytes of the segment that are pinned."""
         return sum(chunk.num_bytes for chunk in self._chunks[: self._done])
 
-    def start(self, told: Callable[[int], None]) -> None:
-        """Begin. `told(usable)` is called, on a thread of its own, whenever more slots are usable."""
-        self._thread = start_background("kvpact-pin", lambda: self._run(told))
+    def start(self, on_usable: Callable[[int], None]) -> None:
+        """Begin. Calls `on_usable(usable)`, on a thread of its own, whenever more slots are usable."""
+        self._thread = start_background("kvpact-pin", lambda: self._run(on_usable))
 
     def wait_for_first(self, seconds: float = FIRST_SECONDS) -> bool:
-        """Wait until as much is pinned as an engine needs to begin, or nothing more will be; at most `seconds`.
+        """Wait until `FIRST_BYTES` are pinned, or nothing more will be; at most `seconds`.
 
-        Longer only until the trial at the start has slots of each class. Returns whether as much is pinned.
+        Longer only until the test at the start has slots of each class. Returns whether these bytes are pinned.
         """
         with self._changed:
             enough = self._changed.wait_for(lambda: self.pinned_bytes >= FIRST_BYTES or self._ended, seconds)
@@ -111,7 +112,7 @@ class PinnedSlots:
             return enough
 
     def suffice(self) -> bool:
-        """End the start: whether to go on with the slots that are pinned, and will be. Says so if they are not all."""
+        """End the start: True if enough slots are pinned, or will be. Warns if they are not all."""
         with self._changed:
             self._starting = False
         if self.refused and self.pinned_bytes < MIN_SHARE * len(self._segment.memory):
@@ -127,24 +128,24 @@ class PinnedSlots:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        done, self._done = self._done, 0
-        for chunk in self._chunks[:done]:
+        for chunk in self._chunks[: self._done]:
             with contextlib.suppress(Exception):  # the device is lost, and its registrations with it
                 self._device.unregister(self._segment.mapped_at + chunk.start)
+        self._done = 0
 
     @property
     def _ended(self) -> bool:
         return self.refused or self._closing or self._done == len(self._chunks)
 
-    def _run(self, told: Callable[[int], None]) -> None:
+    def _run(self, on_usable: Callable[[int], None]) -> None:
         self._device.attach()
         while not self._ended:
             chunk = self._chunks[self._done]
             self._segment.pages.take(chunk.start, chunk.num_bytes)
-            with grant_turn(self._segment):  # several processes at once can fail (vllm#52296)
+            with take_turn(self._segment):  # several processes at once can fail (vllm#52296)
                 pinned = self._device.register(self._segment.mapped_at + chunk.start, chunk.num_bytes)
             if pinned:
-                told(chunk.usable)
+                on_usable(chunk.usable)
             with self._changed:
                 self._done += pinned
                 self.refused = not pinned
@@ -159,12 +160,12 @@ class PinnedSlots:
             "arena: only %s of %s can be pinned; the rest of `memory` is not used: set a smaller `memory` (%s)",
             format_size(self.pinned_bytes),
             format_size(len(self._segment.memory)),
-            WHAT_LIMITS,
+            PIN_LIMITS,
         )
 
 
 def _chunk_bytes(pieces: SlotClass, unit: str) -> int:
-    """Return the bytes pinned together: whole slots or extents; an extent that is too large takes several chunks."""
+    """Bytes of a registration: whole slots or extents; a larger extent takes several chunks."""
     count = CHUNK_BYTES // pieces.slot_bytes
     if not count and unit == "extent":
         return CHUNK_BYTES
@@ -172,7 +173,7 @@ def _chunk_bytes(pieces: SlotClass, unit: str) -> int:
 
 
 def _chunks_of(pieces: SlotClass, chunk_bytes: int) -> Iterator[Chunk]:
-    """Their memory, so many bytes at a time."""
+    """Chunks of the memory of `pieces`, each of at most `chunk_bytes`."""
     size = len(pieces.slots) * pieces.slot_bytes
     for start in range(0, size, chunk_bytes):
         end = min(size, start + chunk_bytes)

@@ -1,8 +1,8 @@
-"""Whether a device's copies are right, asked again while they serve: blocks are read by another way and compared.
+"""Checks of a device's copies while they serve: blocks are read in another way and compared with their slots.
 
-Owns which jobs are checked, the thread that checks them, and what the scheduler's process is told of it. Blocks are
-read as in the trial at the start: see `differences`. A check reads memory that is alive: of a save that was given up it
-says nothing, as the engine may have written to its blocks since (H116). A check that fails says nothing either (H117).
+Owns the choice of jobs to check, the thread that checks them, and the rank's standing in the scheduler's process. Reads
+blocks as the test at the start does: see `differences`. A check reads live memory: it gives no verdict on a save that
+was cancelled, as the engine may have written to its blocks since (H116), nor does a check that fails (H117).
 """
 
 from __future__ import annotations
@@ -30,42 +30,44 @@ from kvpact.worker.round_trip import differences
 logger = logging.getLogger(__name__)
 
 FIRST: Final = 64
-"""Loads, saves, and loads that a step waits for, all of which are checked."""
+"""Right copies of each kind (loads, saves, synchronous loads) until which all of them are checked."""
 
 ONE_IN: Final = 1000
-"""Later, of each kind."""
+"""Later copies of a kind for each one that is checked."""
 
-LOAD, SAVE, STEP_LOAD = "load", "save", "load of a step"
+LOAD: Final = "load"
+SAVE: Final = "save"
+STEP_LOAD: Final = "load of a step"
 
 
 class WrongCopy(KvpactError):
-    """A copy did not do what it said."""
+    """Copy whose target differs from its source."""
 
 
 class GivenUp(KvpactError):
-    """A save's blocks may have other content by now."""
+    """Save that was cancelled, so that its blocks may have other content by now."""
 
 
 class Verdict(Enum):
-    """The end of a check."""
+    """Result of a check."""
 
     RIGHT = "right"
     WRONG = "wrong"
-    """Bytes differ: nothing else is wrong."""
+    """Bytes differ; no other fault counts as wrong."""
     CANNOT_SAY = "cannot say"
-    """The check was not made, or not to its end; it proves nothing."""
+    """The check was not made, or not finished; it proves nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class Check:
-    """One job's."""
+    """Check of one job."""
 
     job: Job
     fence: Event = None
     verdict: Verdict | None = None
-    """None until it has ended; written last."""
+    """Result, None until the check has ended; written last."""
     error: Exception | None = None
-    """The difference, or why the check was not made; None of a save that was given up."""
+    """Difference, or reason why the check was not made; None for a cancelled save."""
 
     def end(self, verdict: Verdict, error: Exception | None = None) -> None:
         """End with this verdict."""
@@ -74,7 +76,7 @@ class Check:
 
 
 class Proof:
-    """One rank's. All but `_run` is for the computing thread."""
+    """Checks of one rank. All but `_run` is for the computing thread."""
 
     def __init__(
         self,
@@ -86,31 +88,33 @@ class Proof:
         first: int = FIRST,
         model: str = "a model",
     ) -> None:
-        """`stores` is false of a rank that makes no saves: its loads prove it. `model` names it, for people."""
-        self._paged, self._segment, self._device, self._first = paged, segment, device, first
+        """`stores` is false for a rank that makes no saves: its loads prove it. `model` names the model, for people."""
+        self._segment = segment
+        self._device = device
+        self._first = first
         self._model = model
         self._needed = (LOAD, SAVE) if stores else (LOAD,)
         self._later = {kind: _sampled() for kind in (LOAD, SAVE, STEP_LOAD)}
         self._owed: Counter[str] = Counter()
-        """Kind of job -> sampled jobs that could not be checked: as many of the next ones are."""
+        """Kind of job -> sampled jobs that could not be checked; as many of the next ones are checked instead."""
         self._said: set[UnmadeCheck] = set()
-        """Reasons why a check was not made that the log has."""
+        """Reasons for skipped checks that the log has."""
         self._stream = device.create_stream()
         self._waiting: SimpleQueue[Check | None] = SimpleQueue()
         self._is_running = False
         self.begin_anew(paged)
 
     def begin_anew(self, paged: PagedKV) -> None:
-        """The KV memory lies here, from now on: nothing is known of copies there."""
+        """Begin without any proven copy, because the KV memory lies here from now on."""
         self._paged = paged
         self._right = dict.fromkeys((LOAD, SAVE, STEP_LOAD), 0)
-        """Kind of job -> jobs that were found to be right."""
-        self._tell()
+        """Kind of job -> number of jobs found right."""
+        self._publish()
 
     def wants(self, job: Job) -> bool:
-        """Whether a job is to be checked before it is reported."""
+        """True if a job must be checked before it is reported; counts it."""
         kind = _kind_of(job)
-        is_sampled = next(self._later[kind])  # by the job's number: no job's turn depends on how others ended
+        is_sampled = next(self._later[kind])  # by the job's number: no job's turn depends on other jobs' ends
         if is_sampled or self._right[kind] < self._first:
             return True
         is_owed = self._owed[kind] > 0
@@ -118,11 +122,11 @@ class Proof:
         return is_owed
 
     def owe(self, job: Job) -> None:
-        """A job that was to be checked was not: another one of its kind is."""
+        """Check another job of this kind, because this one could not be checked."""
         self._owed[_kind_of(job)] += self._right[_kind_of(job)] >= self._first
 
     def begin(self, job: Job) -> Check:
-        """Check a job whose copies are done, behind what was computed so far, on a thread of its own."""
+        """Check a job whose copies are done, behind the computation so far, on a thread of its own."""
         check = Check(job)
         if self._is_given_up(job):
             check.end(Verdict.CANNOT_SAY)
@@ -139,33 +143,33 @@ class Proof:
         return check
 
     def check_now(self, job: Job, event: Event) -> Check:
-        """Check a job whose copies are done when the event is, while the caller waits."""
+        """Check a job whose copies are done with the event, while the caller waits."""
         check = Check(job, event)
         self._carry_out(check)
         return check
 
     def take(self, check: Check) -> None:
-        """Count a check that has ended, and tell what follows from it."""
+        """Count a check that has ended, and set the segment's standing."""
         if check.verdict is Verdict.WRONG:
             self._segment.standing = Standing.REFUTED
         elif check.verdict is Verdict.RIGHT:
             self._right[_kind_of(check.job)] += 1
-            self._tell()
+            self._publish()
         else:
             self.owe(check.job)
             self._count_unmade(check)
 
     @property
     def is_proven(self) -> bool:
-        """Whether as many copies were right as are needed: a later one that cannot be checked is trusted."""
+        """True once enough copies were right; a later one that cannot be checked is trusted."""
         return all(self._right[kind] >= self._first for kind in self._needed)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         if self._segment.standing is not Standing.REFUTED:
             self._segment.standing = Standing.PROVEN if self.is_proven else Standing.OPEN
 
     def _count_unmade(self, check: Check) -> None:
-        """Count a check that was not made. The log has the first one of each reason."""
+        """Count a skipped check. The log has the first one of each reason."""
         reason = UnmadeCheck.FAILED if check.error is not None else UnmadeCheck.GIVEN_UP
         self._segment.count_unmade(reason)
         if reason not in self._said:
@@ -176,8 +180,8 @@ class Proof:
                 "(later ones are counted in unmade_checks)",
                 _kind_of(check.job),
                 self._device.name,
-                "given up for a reset" if reason is UnmadeCheck.GIVEN_UP else repr(check.error),
-                "" if self.is_proven else f", and until {self._first} of each kind are right, tiers get nothing",
+                "cancelled for a reset" if reason is UnmadeCheck.GIVEN_UP else repr(check.error),
+                "" if self.is_proven else f", and until {self._first} of each kind are right, tiers get no blocks",
             )
 
     def close(self) -> None:
@@ -213,11 +217,13 @@ class Proof:
         return isinstance(job, SaveJob) and job.job_id < self._segment.judged_from
 
     def _compare(self, job: Job) -> None:
-        """Raise WrongCopy unless each block is what its slot is. Raises GivenUp.
+        """Raise WrongCopy if the bytes of a block differ from its slot's. Raises GivenUp.
 
-        What was read before a save was given up counts, if it differs.
+        Differences read before a save was cancelled count.
         """
-        paged, group_id, run = self._paged, job.group_id, partial(self._device.run, self._stream)
+        paged = self._paged
+        group_id = job.group_id
+        run = partial(self._device.run, self._stream)
         wrong = set[int]()
         for found in differences(paged, self._segment, group_id, job.block_ids, job.slots, run):
             if self._is_given_up(job):
@@ -226,7 +232,8 @@ class Proof:
         if not wrong and self._is_given_up(job):
             raise GivenUp
         if wrong:
-            layers, size = paged.cache_groups[group_id], sum(paged.layouts[group_id].layer_page_bytes)
+            layers = paged.cache_groups[group_id]
+            size = sum(paged.layouts[group_id].layer_page_bytes)
             first = paged.layers[layers.start]
             raise WrongCopy(
                 f"a {_kind_of(job)} of {len(job.slots)} blocks of {self._model}, KV cache group {group_id}, "
@@ -248,6 +255,3 @@ def _kind_of(job: Job) -> str:
     if isinstance(job, SaveJob):
         return SAVE
     return STEP_LOAD if job.synchronous else LOAD
-
-
-__all__ = ["Check", "Proof", "Verdict", "WrongCopy"]
