@@ -317,19 +317,31 @@ class JobTally:
 
     def add(self, rank: int, outcome: JobOutcome) -> None:
         """Take in one rank's piece, in any order, any number of times. Blocks outside the job are ignored."""
+        known = self._outcomes.get(rank)
+        if known is None and outcome.done.ranges == self._blocks.ranges and not outcome.failed.ranges:
+            self._outcomes[rank] = outcome  # as nearly always: the whole job at once
+            return
         piece = JobOutcome(self._blocks.intersection(outcome.done), self._blocks.intersection(outcome.failed))
-        self._outcomes[rank] = self._outcomes.get(rank, _SILENT).merge(piece)
+        self._outcomes[rank] = (known or _SILENT).merge(piece)
 
     @property
     def complete(self) -> bool:
         """Whether all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
-        reported, wanted = self._outcomes.values(), len(self._blocks)
-        return len(reported) == self._ranks and {len(each.done) + len(each.failed) for each in reported} <= {wanted}
+        if len(self._outcomes) != self._ranks:
+            return False
+        for each in self._outcomes.values():
+            is_whole = each.done.ranges == self._blocks.ranges
+            if not is_whole and len(each.done) + len(each.failed) < len(self._blocks):
+                return False
+        return True
 
     def loaded(self) -> JobOutcome:
         """For a load: the failed blocks are the hull over ranks, the others arrived."""
-        failed = hull([outcome.failed for outcome in self._outcomes.values()])
-        return JobOutcome(self._blocks.difference(failed), failed)
+        failed = [outcome.failed for outcome in self._outcomes.values() if outcome.failed.ranges]
+        if not failed:
+            return JobOutcome(self._blocks)
+        lost = hull(failed)
+        return JobOutcome(self._blocks.difference(lost), lost)
 
     def saved(self) -> JobOutcome:
         """For a save: the blocks done are the intersection over ranks, the others failed."""

@@ -181,15 +181,15 @@ class PactCache(ExternalCache):
         state = self.requests.probed(request, num_computed_tokens)
         if state.waiting.facts and self._planner.still_waits(request.request_id, state, num_computed_tokens):
             return None
-        if self.saves.lazy is not None:
-            self.saves.lazy.note_probe(request.request_id, state)
+        if self._saves.lazy is not None:
+            self._saves.lazy.note_probe(request.request_id, state)
         return self._planner.prepare(request, state, num_computed_tokens)
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
         state = self.requests.probed(request, num_computed_tokens)
-        if self.saves.lazy is not None:
-            self.saves.lazy.note_probe(request.request_id, state)
+        if self._saves.lazy is not None:
+            self._saves.lazy.note_probe(request.request_id, state)
         self._planner.decline(request, state, num_computed_tokens)
 
     def put_off_external_match(self, request: EngineRequest) -> None:
@@ -280,7 +280,7 @@ class PactCache(ExternalCache):
             self.index.use_slots(usable)
         self._finder.prefill.note_step(max(0, self._computing), now)
         self.saves.put_off.order(now)
-        if self.saves.lazy is not None:
+        if self._saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
@@ -297,18 +297,22 @@ class PactCache(ExternalCache):
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
-        self._steps.note_reads(report.reads)
         spared = self._steps.apply_report(report, self._clock())
         self._computing -= sum(settled.skipped_tokens for settled in spared) if spared else 0
         # Loads first: what a request saved after a failed load is not trusted.
         loads, saves = self._jobs.apply_report(report)
-        settlements = [settled for load in loads if (settled := self._loads.end(load))]
-        settlements += [self._loads.end_late(load) for load in self._jobs.give_up(self._clock())]
+        settlements: list[LoadSettlement] = []
+        for load in loads:
+            settled = self._loads.end(load)
+            if settled is not None:
+                settlements.append(settled)
+        settlements.extend(map(self._loads.end_late, self._jobs.give_up(self._clock())))
         for save in saves:
             self.requests.records.note_saved(save.job.request_id, self._saves.settle(save))
         if self.tiers.clients and not self.budget.is_late:
             self.writeback.offer_some()
-        self._steps.end_saves(self._jobs.saves.__contains__)
+        if saves:
+            self._steps.end_saves(self._jobs.saves.__contains__)
         return settlements + spared
 
     # Requests
@@ -419,7 +423,9 @@ class PactCache(ExternalCache):
             part.check()
         for state in self.requests.live.values():
             state.waiting.check()
-        known = self.ledger.known_requests.union(self.saves.lazy.known_requests if self.saves.lazy is not None else ())
+        known = self.ledger.known_requests.union(
+            self._saves.lazy.known_requests if self._saves.lazy is not None else ()
+        )
         loading = {load.job.request_id for load in self._jobs.loads.values()}
         if gone := known - loading - self.requests.live.keys():
             raise PactViolation(f"something is kept of requests that have finished: {sorted(gone)}")

@@ -75,29 +75,35 @@ class LoadState:
     """The context through which its blocks are held, if they are."""
     job: LoadJob = field(init=False)
     """The first job, by whose id the load is known."""
-    job_ids: list[int] = field(init=False)
+    job_ids: list[int] = field(init=False, default_factory=list)
     """The ids of all its jobs."""
+    block_ids: list[int] = field(init=False, default_factory=list)
+    """All of the engine's blocks that are written to."""
 
     def __post_init__(self) -> None:
-        self.job, self.job_ids = self.parts[0].job, [part.job.job_id for part in self.parts]
-
-    @property
-    def block_ids(self) -> list[int]:
-        """All of the engine's blocks that are written to."""
-        return [block_id for part in self.parts for block_id in part.job.block_ids]
+        self.job = self.parts[0].job
+        for part in self.parts:
+            self.job_ids.append(part.job.job_id)
+            self.block_ids += part.job.block_ids
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has reported all jobs."""
-        return all(part.tally.complete for part in self.parts)
+        for part in self.parts:  # noqa: SIM110 - a generator costs two calls more
+            if not part.tally.complete:
+                return False
+        return True
 
     def outcome(self) -> JobOutcome:
         """What of the match arrived, in its blocks: the others are the hull of what failed on any rank."""
         blocks = self.plan.committed_blocks
         failed = NO_RANGES
         for part in self.parts:
-            failed = failed.union(part.run.lost(part.tally.loaded().failed, blocks))
-        return JobOutcome(RangeSet.of(blocks).difference(failed), failed)
+            lost = part.tally.loaded().failed
+            if lost.ranges:
+                failed = failed.union(part.run.lost(lost, blocks))
+        done = RangeSet.of(blocks)
+        return JobOutcome(done.difference(failed) if failed.ranges else done, failed)
 
     def failures(self) -> Iterator[Failure]:
         """What blocks that did not arrive cost, by job."""
@@ -241,10 +247,10 @@ class TransferJobs:
             slots, ids = self._numbers(run.slots), tuple(run.block_ids)
             job = LoadJob(self._next_id(), plan.request_id, run.start, slots, ids, synchronous, run.group)
             parts.append(LoadPart(job, run, JobTally(job.blocks, self.ranks)))
+            self._outbox.loads.append(job)
         load = LoadState(plan, parts, now + self.timeout)
         self.loads[load.job.job_id] = load
         self._loads_by_job.update(dict.fromkeys(load.job_ids, load))
-        self._outbox.loads += [part.job for part in parts]
         if synchronous:
             self._hold(load)
         return load
@@ -320,6 +326,8 @@ class TransferJobs:
     def give_up(self, now: float) -> list[LoadState]:
         """Give up what is overdue; returns the loads that the engine continues without from now on, each once."""
         self._give_up(now)
+        if not self._given_up:
+            return []
         late = [self.loads[job_id] for job_id, step in self._given_up.items() if self._step - step >= STEPS_TO_HEAR]
         late = [load for load in late if not load.told]
         for load in late:
@@ -342,10 +350,19 @@ class TransferJobs:
                 task = self._loads_by_job.get(job_id) or self.saves.get(job_id)
                 if task is not None:
                     reported[task.job.job_id] = task
-                    {part.job.job_id: part for part in task.parts}[job_id].tally.add(rank, outcome)
-        ended = [task for _, task in sorted(reported.items()) if task.is_complete]
-        loads = [task for task in ended if isinstance(task, LoadState)]
-        return loads, [task for task in ended if isinstance(task, SaveState)]
+                    for part in task.parts:
+                        if part.job.job_id == job_id:
+                            part.tally.add(rank, outcome)
+        loads = list[LoadState]()
+        saves = list[SaveState]()
+        for _, task in sorted(reported.items()):
+            if not task.is_complete:
+                continue
+            if isinstance(task, LoadState):
+                loads.append(task)
+            else:
+                saves.append(task)
+        return loads, saves
 
     def end(self, task: LoadState | SaveState) -> None:
         """The job is settled: no rank can write to a load's blocks any more."""

@@ -302,7 +302,7 @@ class Ledger(Generic[Lease, Slots]):
         """
         self._require(plan, Event.FELL_SHORT if failed.ranges else Event.ARRIVED)
         _require_all(plan, loaded, failed)
-        loaded_tokens = plan.committed_tokens_in(loaded)
+        loaded_tokens = plan.committed_tokens_in(loaded) if failed.ranges else plan.committed_tokens
         if used_tokens is None and plan.request_finished:
             used_tokens = 0
         _require_used(plan, used_tokens or 0, loaded_tokens)
@@ -338,10 +338,14 @@ class Ledger(Generic[Lease, Slots]):
     def _count_used(self, plan: Plan[Lease, Slots], positions: BlockRange) -> None:
         """Count these token positions as used; those that were counted before as used again."""
         before = self._used_positions.get(plan.request_id, NO_RANGES)
-        after = before.union(RangeSet.of(positions))
-        plan.used_tokens = len(after) - len(before)
+        after = new = RangeSet.of(positions)
+        plan.used_tokens = positions.count
+        if before.ranges:
+            after = before.union(after)
+            new = after.difference(before)
+            plan.used_tokens = len(after) - len(before)
         plan.used_again_tokens = positions.count - plan.used_tokens
-        self.totals.split_used(after.difference(before), plan.sources, plan.block_size)
+        self.totals.split_used(new, plan.sources, plan.block_size)
         if plan.request_finished:
             self._used_positions.pop(plan.request_id, None)
         elif after.ranges:
@@ -589,6 +593,8 @@ def _require_used(plan: Plan[Lease, Slots], tokens: int, loaded: int) -> None:
 
 def _require_all(plan: Plan[Lease, Slots], loaded: RangeSet, failed: RangeSet) -> None:
     committed = RangeSet.of(plan.committed_blocks)
+    if loaded == committed and not failed.ranges:
+        return
     if loaded.union(failed) != committed or loaded.intersection(failed).ranges:
         raise PactViolation(
             f"request {plan.request_id}: loaded {_spell(loaded)} and failed {_spell(failed)} do not make up "

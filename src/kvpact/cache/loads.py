@@ -153,7 +153,8 @@ class Loads:
         self.tiers.metrics.observe("load_seconds", self.tiers.clock() - plan.renewed_at)
         if load.told:
             self.ledger.settle(plan, loaded=RangeSet(), failed=RangeSet.of(plan.committed_blocks), used_tokens=0)
-            self._drop_if_gone(job.request_id)
+            if job.request_id not in self.requests.live:
+                self.ledger.finish_request(job.request_id)
             return None
         outcome = load.outcome()
         failed, late = outcome.failed.hull(), False
@@ -174,12 +175,9 @@ class Loads:
             self.tiers.metrics.add("overdue_loads")
         elif failed is not None and self.tiers.arena.standing is not Standing.OPEN:  # else the check may have failed
             self._load_failed(load)
-        self._drop_if_gone(job.request_id)
+        if job.request_id not in self.requests.live:
+            self.ledger.finish_request(job.request_id)
         return LoadSettlement(job.request_id, outcome.done, outcome.failed, not job.synchronous, late)
-
-    def _drop_if_gone(self, request_id: str) -> None:
-        if request_id not in self.requests.live:
-            self.ledger.finish_request(request_id)
 
     # What is no longer trusted
 

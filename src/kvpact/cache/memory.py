@@ -44,11 +44,11 @@ class Memory:
         self.in_slots = Has(NOTHING.count, index.is_held) if is_named else self.has
 
     def lease(self, runs: Sequence[Run]) -> list[Pin]:
-        """Pins that keep these runs, of which memory has all; each run gets its slots."""
+        """Pins that keep these runs, which are used, and of which memory has all; each run gets its slots."""
         pins: list[Pin] = []
         for run in runs:
             if run.is_linked:
-                pin = self.index.pin(run.keys[-1])
+                pin = self.index.use(run.keys[-1])
                 pins.append(pin)
                 run.slots = self.index.slots_to(pin.slot, len(run.keys))
             else:

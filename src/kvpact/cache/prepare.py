@@ -193,7 +193,7 @@ class Planner:
         available = self.finder.find(state, needs, probe.now)
         if plan is None:
             record.found = available
-        if plan is None and probe.now < deadline and self.finder.asks_shared:
+        if plan is None and self.tiers.shared and probe.now < deadline and self.finder.asks_shared:
             self.finder.ask(state, needs, available)
         if plan is not None:
             phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
@@ -259,7 +259,8 @@ class Planner:
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Blocks before the request's last token that a match may have: whole ones of every group."""
-        return self.groups.whole((len(request.token_ids) - 1) // self.groups.block_size)
+        rows = (len(request.token_ids) - 1) // self.groups.block_size
+        return rows - rows % self.groups.match_rows
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
@@ -445,12 +446,11 @@ class Planner:
         state, keys, now = probe.state, probe.needs.keys, probe.now
         if not promised:
             state.lookups.note(blocks.start, None, None, self.tiers.metrics, state.record)
-        self.index.touch(keys[blocks.end - 1])
         if promised:
             slots = probe.needs.runs(blocks.end)
             leases = self.memory.lease(slots)
         else:
-            slots, leases = [], [self.index.pin(keys[blocks.end - 1])]
+            slots, leases = [], [self.index.use(keys[blocks.end - 1])]
         return self.ledger.open_plan(
             probe.request_id,
             blocks,

@@ -145,9 +145,10 @@ class RequestState:
         self.tail_tag, self.quiet_until = self.tag, 0
         self.computed += num_tokens
         self.loads_without_progress += 1
-        if rows.start <= self.sound < rows.end:
-            self.sound = rows.end
-        self.loaded_rows = rows.end
+        end = rows.end
+        if rows.start <= self.sound < end:
+            self.sound = end
+        self.loaded_rows = end
 
     def drop_lookup(self) -> None:
         """Stop asking the tiers for the request."""
@@ -228,7 +229,7 @@ class Requests:
 
     def _identify(self, request_id: str, state: RequestState, identity: RequestIdentity | None) -> None:
         """The request is new or has grown, or a new epoch began: its blocks have other keys from some block on."""
-        epochs, before, kept = self.epochs, state.identity, 0
+        epochs, before, kept, is_new = self.epochs, state.identity, 0, state.keys is None
         same_epoch = state.generation == epochs.generation
         state.identity, state.generation = identity, epochs.generation
         state.tag = self.tags.tag_of(epochs.generation, identity.adapter) if identity is not None else NO_TAG
@@ -243,7 +244,8 @@ class Requests:
         state.loose_keys.clear()
         if state.waiting.told in (Told.LATER, Told.NO_ROOM):
             state.waiting.note(Event.CHANGED)
-        self.renamed(request_id, state, kept)
+        if not is_new:
+            self.renamed(request_id, state, kept)
 
     def may_wait_anew(self, request_id: str) -> None:
         """It was the engine that kept the request waiting: it may wait for tiers once more (P11)."""

@@ -62,7 +62,7 @@ class Saves:
         lazy, groups, start = self.lazy, self.groups, computed.start
         keys = computed.names.extend(computed.token_ids, computed.end)
         named = min(computed.end, len(keys))
-        held = min(named, self.memory.index.known_prefix(keys))
+        held = min(named, self.memory.index.known_prefix(keys, min(start, len(keys) - 1)))
         if held and (held == named or lazy is not None):
             self.memory.index.touch(keys[held - 1])
             if self.tiers.clients:
@@ -93,20 +93,21 @@ class Saves:
     def order(self, owed: Owed, now: float) -> int:
         """Order a save of as many blocks as there is room for, and drop those after them; returns their number."""
         needed, index = owed.run.needed, self.memory.index
-        if needed == NO_BLOCK:
-            return self._order(owed, now)
-        if needed not in index:
+        if needed != NO_BLOCK and needed not in index:
             self.tiers.metrics.add("dropped_blocks", len(owed.run.keys))
             return 0
-        before = index.pin(needed)  # else each question about the chain walks to its start
+        # without this pin each question about the chain walks to its start
+        before = index.pin(needed) if needed != NO_BLOCK else None
         try:
             return self._order(owed, now)
         finally:
-            index.unpin(before)
+            if before is not None:
+                index.unpin(before)
 
     def _order(self, owed: Owed, now: float) -> int:
         wanted = len(owed.run.keys)
-        room = min(wanted, self.queue.room_to_save(self.memory.room_for(owed.run, wanted)))
+        room = self.memory.room_for(owed.run, wanted)
+        room = min(wanted, self.queue.room_to_save(room) if self.queue.lacks else room)
         if room < wanted:
             self.tiers.metrics.add("dropped_blocks", wanted - room)
             owed = owed.part(room)
@@ -117,7 +118,8 @@ class Saves:
         if reservation is None:
             raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
         run.slots = reservation.slots
-        self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
+        if reservation.evicted:
+            self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
         pin = self.memory.index.pin(run.keys[-1])
         if self.context is not None and not owed.is_held:
             for part in filter(None, owed.in_turn):

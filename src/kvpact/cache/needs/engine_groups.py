@@ -47,6 +47,8 @@ class EngineGroups:
     """A match is a multiple of so many rows."""
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
+    chain_class: int = field(init=False)
+    """The class of rows' slots."""
     row_bytes: int = field(init=False)
     """Bytes of a row; 0 if rows have no bytes."""
     names_first: bool = field(init=False)
@@ -63,7 +65,8 @@ class EngineGroups:
         self.smallest_block = min(group.block_size for group in groups.groups)
         self.shows_all = not groups.sides
         self.names_first = groups.chain == 0
-        self.row_bytes = self.bytes_of(groups.chain) if groups.chain is not None else 0
+        self.chain_class = self.class_of(groups.chain) if groups.chain is not None else len(self.class_bytes)
+        self.row_bytes = self.class_bytes[self.chain_class] if groups.chain is not None else 0
 
     def bind(self, context: BlockHolder) -> None:
         """The engine offers its block tables."""
@@ -196,8 +199,7 @@ class EngineGroups:
         chain, ids = self.groups.chain, computed.ids[start - computed.first : end - computed.first]
         if chain is None or start >= end:
             return None
-        of_class = self.class_of(chain)
-        return Run(chain, start, keys[start:end], keys, range(start, end), of_class, block_ids=tuple(ids))
+        return Run(chain, start, keys[start:end], keys, range(start, end), self.chain_class, block_ids=tuple(ids))
 
     def loose_runs(
         self,
