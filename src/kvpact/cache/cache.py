@@ -384,7 +384,7 @@ class PactCache(ExternalCache):
     @property
     def has_overdue_loads(self) -> bool:
         """Whether a load's deadline has passed and ranks may still write to its blocks."""
-        return self._jobs.is_stuck
+        return bool(self._jobs.given_up)
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """See `ExternalCache`. The engine computes them anew where they are, while they are saved."""

@@ -227,8 +227,9 @@ class TransferJobs:
     _loads_by_job: dict[int, LoadState] = field(default_factory=dict, init=False)
     """Id of each job of a load -> the load."""
     _context: BlockHolder | None = field(default=None, init=False)
-    _given_up: dict[int, int] = field(default_factory=dict, init=False)
-    """Id of each load that was given up -> the step in which it was; until no rank can write its blocks."""
+    given_up: dict[int, int] = field(default_factory=dict, init=False)
+    """Id of each load that was given up -> the step in which it was; until no rank can write its blocks. While there is
+    one, a rank may be stuck in a copy: a new order would wait for it."""
     _step: int = field(default=0, init=False)
     _told: LogOnce = field(default_factory=lambda: LogOnce(logger), init=False)
 
@@ -301,11 +302,6 @@ class TransferJobs:
                     self._outbox.overdue += task.job_ids  # a worker may not have heard it
         return self._outbox.take(lookups)
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a rank may hang in a copy: a new order would wait for it."""
-        return bool(self._given_up)
-
     def _give_up(self, now: float) -> None:
         """Hold the blocks of loads whose deadline has passed. This step tells the workers so, and each query again.
 
@@ -317,7 +313,7 @@ class TransferJobs:
             load.given_up = True
             self._outbox.overdue += load.job_ids
             self._hold(load)
-            self._given_up[load.job.job_id] = self._step
+            self.given_up[load.job.job_id] = self._step
             text = (
                 "kvpact: the load of %d blocks for request %s is late; they are computed instead (others are counted)"
             )
@@ -326,9 +322,9 @@ class TransferJobs:
     def give_up(self, now: float) -> list[LoadState]:
         """Give up what is overdue; returns the loads that the engine continues without from now on, each once."""
         self._give_up(now)
-        if not self._given_up:
+        if not self.given_up:
             return []
-        late = [self.loads[job_id] for job_id, step in self._given_up.items() if self._step - step >= STEPS_TO_HEAR]
+        late = [self.loads[job_id] for job_id, step in self.given_up.items() if self._step - step >= STEPS_TO_HEAR]
         late = [load for load in late if not load.told]
         for load in late:
             load.told = True
@@ -368,7 +364,7 @@ class TransferJobs:
         """The job is settled: no rank can write to a load's blocks any more."""
         if isinstance(task, LoadState):
             del self.loads[task.job.job_id]
-            self._given_up.pop(task.job.job_id, None)
+            self.given_up.pop(task.job.job_id, None)
             if task.holder is not None:
                 task.holder.free_blocks(task.block_ids)
             for job_id in task.job_ids:
@@ -422,7 +418,7 @@ class TransferJobs:
         for job_id, task in tasks:
             if task.job.job_id != job_id or not 0 < job_id <= self.ordered or task.is_complete:
                 raise PactViolation(f"job {job_id} is kept as under way and in disorder: {task}")
-        if gone := self._given_up.keys() - self.loads.keys():
+        if gone := self.given_up.keys() - self.loads.keys():
             raise PactViolation(f"blocks are held for loads that have ended: {sorted(gone)}")
 
     def __len__(self) -> int:

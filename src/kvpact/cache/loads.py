@@ -68,22 +68,21 @@ class Loads:
         if plan is None:
             return 0
         now, synchronous, groups = self.tiers.clock(), not match.load_kv_async, self.groups
-        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.groups.block_size))
+        blocks = BlockRange(plan.blocks.start, -(-num_tokens // groups.block_size))
         state = self.requests.live[plan.request_id]
         leases = plan.leases
         keep = self._cut(plan, state, num_tokens) if num_tokens < plan.promised_tokens else leases
-        tables = groups.tables(plan.request_id, lambda: block_ids)
-        runs = groups.placed(plan.slots, tables)
+        runs, loaded, beside = groups.placed(plan.slots, groups.tables(plan.request_id, lambda: block_ids), blocks)
         if keep is None or not runs:
             self.ledger.abort(plan, EndReason.REFUSED)
             for pin in keep if keep is not None and keep is not leases else ():
                 self.index.unpin(pin)
             return 0
         state.commit(num_tokens, blocks)
-        loaded = groups.count(runs)
         if synchronous:
             self.load_budget.spend(loaded)
-        self.requests.tags.fill(groups.loaded_blocks(tables, blocks), NO_TAG)
+        if beside:
+            self.requests.tags.fill(beside, NO_TAG)
         for run in runs:
             self.requests.tags.fill(run.block_ids, state.tag)
             self.saves.writeback.note_used(run)

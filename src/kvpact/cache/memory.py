@@ -48,9 +48,8 @@ class Memory:
         pins: list[Pin] = []
         for run in runs:
             if run.is_linked:
-                pin = self.index.use(run.keys[-1])
+                pin, run.slots = self.index.lease(run.keys[-1], len(run.keys))
                 pins.append(pin)
-                run.slots = self.index.slots_to(pin.slot, len(run.keys))
             else:
                 held = self.index.pin_each(run.keys)
                 pins += held

@@ -180,7 +180,7 @@ class Planner:
             return MissReason.UNALIGNED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return MissReason.CROWDED
-        return MissReason.OVERDUE if self.jobs.is_stuck else None
+        return MissReason.OVERDUE if self.jobs.given_up else None
 
     def _look_up(self, probe: _Probe) -> ExternalKVMatch | Wait:
         """Collect the facts once, decide, and carry that out."""
@@ -202,7 +202,7 @@ class Planner:
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
             end, has_news = len(needs.keys), state.lookups.start < 0 and asked is not None
         lacking = silent = None
-        if available.stored > available.resident:
+        if available.by_tier and available.stored > available.resident:
             missing = needs.missing(available.stored, self.memory.has)
             lacking = self.reads.lacking(missing, available.by_tier, state.tier_lookup)
         if available.by_tier and available.resident < len(probe.needs.keys):
@@ -444,13 +444,14 @@ class Planner:
 
     def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
         state, keys, now = probe.state, probe.needs.keys, probe.now
+        end = blocks.start + blocks.count
         if not promised:
             state.lookups.note(blocks.start, None, None, self.tiers.metrics, state.record)
         if promised:
-            slots = probe.needs.runs(blocks.end)
+            slots = probe.needs.runs(end)
             leases = self.memory.lease(slots)
         else:
-            slots, leases = [], [self.index.use(keys[blocks.end - 1])]
+            slots, leases = [], [self.index.lease(keys[end - 1], 0)[0]]
         return self.ledger.open_plan(
             probe.request_id,
             blocks,

@@ -145,7 +145,7 @@ class RequestState:
         self.tail_tag, self.quiet_until = self.tag, 0
         self.computed += num_tokens
         self.loads_without_progress += 1
-        end = rows.end
+        end = rows.start + rows.count
         if rows.start <= self.sound < end:
             self.sound = end
         self.loaded_rows = end
@@ -179,11 +179,13 @@ class Requests:
     block_size: int = field(init=False)
     _chain_digest: bytes = field(init=False)
     """What the keys of all chains begin with besides the namespace."""
+    _tokens_ahead: int = field(init=False)
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.block_size = self.groups.block_size
         self._chain_digest = self.groups.chain_digest
+        self._tokens_ahead = self.groups.tokens_ahead
 
     def of(self, request: EngineRequest) -> RequestState:
         """The request's state, a new one if there is none."""
@@ -239,7 +241,7 @@ class Requests:
             kept = state.keys.renew(identity)
         else:
             root = self.namespace, self.block_size, identity, epochs.current, self._chain_digest
-            state.keys = BlockKeys(*root, ahead=self.groups.tokens_ahead)
+            state.keys = BlockKeys(*root, ahead=self._tokens_ahead)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
         state.loose_keys.clear()
         if state.waiting.told in (Told.LATER, Told.NO_ROOM):

@@ -21,7 +21,7 @@ from kvpact.cache.writeback import WriteBack
 from kvpact.contract import BlockHolder
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.identity.tags import BlockTags
+from kvpact.identity.tags import BlockTags, Tag
 from kvpact.metrics import MEMORY
 
 
@@ -69,25 +69,27 @@ class Saves:
                 self.writeback.note_used(linked(keys[:named]))
         sound = min(named, computed.sound)
         if held < computed.first:
+            held = self.memory.know(keys[:sound])
+        if held < computed.first:
             return start, 0  # the piece before it was not saved
         run = groups.linked_run(computed, keys, held if lazy is None else min(start, sound), sound)
         saved = 0
         if run is not None:
             is_held = computed.is_held and len(run.keys) == len(computed.ids)
-            saved = self._owe(Owed(computed.request_id, run, is_held=is_held), computed, now)
+            saved = self._owe(Owed(computed.request_id, run, is_held=is_held), computed.tag, now)
         if computed.loose:
             rows = sound if lazy is not None and groups.row_bytes else self.memory.know(keys[:sound])
             for run in groups.loose_runs(computed, keys, rows, known, self.tags):
                 parts, used = ([run], ()) if lazy is not None else run.unknown_parts(self.memory.index.__contains__)
                 self.writeback.note_used(loose(used))  # tiers may have lost them
                 for part in parts:
-                    self._owe(Owed(computed.request_id, part), computed, now)
+                    self._owe(Owed(computed.request_id, part), computed.tag, now)
         return sound, saved
 
-    def _owe(self, owed: Owed, computed: Computed, now: float) -> int:
+    def _owe(self, owed: Owed, tag: Tag, now: float) -> int:
         if self.lazy is None:
             return self.order(owed, now)
-        self.lazy.note(owed.request_id, owed.run, computed.tag)
+        self.lazy.note(owed.request_id, owed.run, tag)
         return 0
 
     def order(self, owed: Owed, now: float) -> int:

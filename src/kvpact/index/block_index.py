@@ -400,11 +400,11 @@ class BlockIndex:
         self._table.hold(row)
         return Pin(key, row)
 
-    def use(self, key: BlockKey) -> Pin:
-        """What `pin` does, and `touch`."""
+    def lease(self, key: BlockKey, count: int) -> tuple[Pin, Sequence[int]]:
+        """What `pin` does, and `touch`, and `slots_to` for the last `count` blocks up to `key`."""
         pin = self.pin(key)
         self._table.policy.touch(pin.slot)
-        return pin
+        return pin, self.slots_to(pin.slot, count)
 
     def pin_each(self, keys: Sequence[BlockKey]) -> list[Pin]:
         """What `pin` does, and `touch`, for each of `keys`."""

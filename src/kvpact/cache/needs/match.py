@@ -81,8 +81,8 @@ class Needs:
 
     def runs(self, rows: int) -> list[Run]:
         """The runs of a match of so many rows, the linked one first."""
-        found = [self.linked(self.start, rows)]
-        return [*found, *self._loose(rows)] if self.of.groups.sides else found
+        found = self.linked(self.start, rows)
+        return [found, *self._loose(rows)] if self.of.groups.sides else [found]
 
     def loose_keys(self, *ends: int) -> Sequence[BlockKey]:
         """The keys of the loose blocks that matches up to these rows need, each once."""
