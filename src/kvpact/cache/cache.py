@@ -235,8 +235,8 @@ class PactCache(ExternalCache):
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, while there is room."""
-        loaded = self.ledger.find_settled(request.request_id)
-        if loaded is not None:
+        has_plan = self.ledger.has_plan(request.request_id)
+        if has_plan and (loaded := self.ledger.find_settled(request.request_id)) is not None:
             self._loads.note_resumed(loaded)
         self._load_budget.note_running((request.request_id,))
         state = self.requests.of(request)
@@ -244,7 +244,7 @@ class PactCache(ExternalCache):
             self.requests.records.note_begun(state.record)
         self._computing += max(0, num_computed_tokens - state.computed)
         quiet_until = self.saves.note(request, state, num_computed_tokens, block_ids)
-        if not self.ledger.has_plan(request.request_id):
+        if not has_plan or not self.ledger.has_plan(request.request_id):
             state.note_quiet(quiet_until)
 
     def note_running(

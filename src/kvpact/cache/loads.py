@@ -102,7 +102,7 @@ class Loads:
         if num_tokens == 0:
             self.ledger.abort(plan, EndReason.DECLINED)
             return None
-        end = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
+        end = plan.blocks.start + -(-num_tokens // self.groups.block_size)
         is_named = self.groups.names_first  # `block_ids` are the first group's
         if num_tokens > plan.promised_tokens or (is_named and end > num_block_ids):
             raise PactViolation(

@@ -14,12 +14,11 @@ from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.memory import Memory
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.owed import Computed, Owed
-from kvpact.cache.needs.runs import NO_BLOCK, linked, loose
+from kvpact.cache.needs.runs import linked, loose
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.waiting import Queue
 from kvpact.cache.writeback import WriteBack
 from kvpact.contract import BlockHolder
-from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import BlockTags, Tag
 from kvpact.metrics import MEMORY
@@ -94,40 +93,23 @@ class Saves:
 
     def order(self, owed: Owed, now: float) -> int:
         """Order a save of as many blocks as there is room for, and drop those after them; returns their number."""
-        needed, index = owed.run.needed, self.memory.index
-        if needed != NO_BLOCK and needed not in index:
-            self.tiers.metrics.add("dropped_blocks", len(owed.run.keys))
+        wanted, metrics = len(owed.run.keys), self.tiers.metrics
+        taken = self.memory.take(owed.run, self.queue.room_to_save)
+        if taken is None:
+            metrics.add("dropped_blocks", wanted)
             return 0
-        # without this pin each question about the chain walks to its start
-        before = index.pin(needed) if needed != NO_BLOCK else None
-        try:
-            return self._order(owed, now)
-        finally:
-            if before is not None:
-                index.unpin(before)
-
-    def _order(self, owed: Owed, now: float) -> int:
-        wanted = len(owed.run.keys)
-        room = self.memory.room_for(owed.run, wanted)
-        room = min(wanted, self.queue.room_to_save(room) if self.queue.lacks else room)
-        if room < wanted:
-            self.tiers.metrics.add("dropped_blocks", wanted - room)
-            owed = owed.part(room)
-        if not room:
-            return 0
-        run = owed.run
-        reservation = self.memory.reserve(run)
-        if reservation is None:
-            raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
-        run.slots = reservation.slots
-        if reservation.evicted:
-            self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
-        pin = self.memory.index.pin(run.keys[-1])
+        slots, evicted = taken.reservation.slots, taken.reservation.evicted
+        if len(slots) < wanted:
+            metrics.add("dropped_blocks", wanted - len(slots))
+            owed = owed.part(len(slots))
+        if evicted:
+            metrics.add("evicted_blocks", evicted, MEMORY)
+        owed.run.slots = slots
         if self.context is not None and not owed.is_held:
             for part in filter(None, owed.in_turn):
                 self.context.touch(part)
-        self.jobs.order_save(owed, pin, now)
-        return room
+        self.jobs.order_save(owed, taken.pin, now)
+        return len(slots)
 
     def settle(self, save: SaveState) -> int:
         """All ranks have reported: release the engine's blocks, and offer the tiers what was saved; its blocks."""
