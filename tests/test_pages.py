@@ -133,10 +133,10 @@ def test_every_name_of_the_code_is_in_its_file() -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    assert missing_names("`cache/ledger.py:Ledger.commit` `cache/ledger.py:TRANSITIONS`") == []
+    assert missing_names("`cache/ledger.py:Ledger.commit` `cache/plan.py:TRANSITIONS`") == []
     assert missing_names("`cache/ledger.py:Nobody`") == ["cache/ledger.py:Nobody (now nowhere)"]
     [moved] = missing_names("`cache/jobs.py:TRANSITIONS`")
-    assert "cache/ledger.py:TRANSITIONS" in moved
+    assert "cache/plan.py:TRANSITIONS" in moved
 
 
 def test_each_answer_to_where_would_i_change_is_a_file_and_a_name() -> None:

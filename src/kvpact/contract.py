@@ -302,9 +302,6 @@ class WorkerReport:
         return WorkerReport(merged, tuple(dict.fromkeys(self.reads + other.reads)))
 
 
-_SILENT = JobOutcome()
-
-
 class JobTally:
     """One job's outcomes gathered over ranks until every rank has reported every block (P10)."""
 
@@ -317,30 +314,22 @@ class JobTally:
 
     def add(self, rank: int, outcome: JobOutcome) -> None:
         """Take in one rank's piece, in any order, any number of times. Blocks outside the job are ignored."""
-        known = self._outcomes.get(rank)
-        if known is None and outcome.done.ranges == self._blocks.ranges and not outcome.failed.ranges:
-            self._outcomes[rank] = outcome  # as nearly always: the whole job at once
-            return
-        piece = JobOutcome(self._blocks.intersection(outcome.done), self._blocks.intersection(outcome.failed))
-        self._outcomes[rank] = (known or _SILENT).merge(piece)
+        if rank in self._outcomes or outcome.failed.ranges or outcome.done.ranges != self._blocks.ranges:
+            piece = JobOutcome(self._blocks.intersection(outcome.done), self._blocks.intersection(outcome.failed))
+            outcome = self._outcomes.get(rank, JobOutcome()).merge(piece)
+        self._outcomes[rank] = outcome
 
     @property
     def complete(self) -> bool:
         """Whether all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
-        if len(self._outcomes) != self._ranks:
-            return False
-        for each in self._outcomes.values():
-            is_whole = each.done.ranges == self._blocks.ranges
-            if not is_whole and len(each.done) + len(each.failed) < len(self._blocks):
-                return False
-        return True
+        said, all_of_it = self._outcomes.values(), self._blocks
+        are_whole = {each.done == all_of_it or len(each.done) + len(each.failed) == len(all_of_it) for each in said}
+        return len(said) == self._ranks and False not in are_whole
 
     def loaded(self) -> JobOutcome:
         """For a load: the failed blocks are the hull over ranks, the others arrived."""
         failed = [outcome.failed for outcome in self._outcomes.values() if outcome.failed.ranges]
-        if not failed:
-            return JobOutcome(self._blocks)
-        lost = hull(failed)
+        lost = hull(failed) if failed else NO_RANGES
         return JobOutcome(self._blocks.difference(lost), lost)
 
     def saved(self) -> JobOutcome:

@@ -15,12 +15,12 @@ from kvpact.cache.budget import StepBudget
 from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.jobs import PactLedger, TransferJobs
-from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
 from kvpact.cache.memory import Memory, index_of, number_of
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.offload import Offloader
+from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.prepare import Planner
 from kvpact.cache.records import Records
@@ -225,7 +225,7 @@ class PactCache(ExternalCache):
     def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`: `Ledger.postpone` says how long the promise holds."""
         plan = self.ledger.find(request_id)
-        if plan is not None and plan.state is not State.LOADING:
+        if plan is not None and plan.state is not PlanState.LOADING:
             self._load_budget.release(request_id)
             self.ledger.postpone(plan, EndReason(reason))
 

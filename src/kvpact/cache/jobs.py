@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from sys import maxsize
 
-from kvpact.cache.ledger import Ledger, Plan
+from kvpact.cache.ledger import Ledger
 from kvpact.cache.needs.owed import Computed, Owed
 from kvpact.cache.needs.runs import Failure, Run
+from kvpact.cache.plan import Plan
 from kvpact.contract import (
     BlockHolder,
     JobOutcome,

@@ -156,7 +156,8 @@ class Loads:
                 self.ledger.finish_request(job.request_id)
             return None
         outcome = load.outcome()
-        failed, late = outcome.failed.hull(), False
+        failed = outcome.failed.hull() if outcome.failed.ranges else None
+        late = False
         used = min(outcome.done.prefix_from(plan.blocks.start) * size, plan.committed_tokens)
         self.ledger.settle(
             plan, loaded=outcome.done, failed=outcome.failed, used_tokens=used if job.synchronous else None

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from kvpact.cache.finder import Finder
 from kvpact.cache.jobs import PactLedger, PactPlan, TransferJobs
-from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Limits, Lookup, Miss, Phase, Stage, Wait, decide
 from kvpact.cache.memory import Memory
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.match import Needs
+from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Lacking, Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
@@ -148,7 +148,7 @@ class Planner:
         if refused is not None:
             return self._miss(name, state, start, Miss(refused))
         plan, now = self.ledger.find(name), self.tiers.clock()
-        if plan is not None and plan.state is State.LOADING:
+        if plan is not None and plan.state is PlanState.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
         if plan is not None and plan.postponed is not None and self.memory.lost_any(plan.slots):
             self.ledger.end(name, EndReason.SUPERSEDED)
@@ -158,7 +158,7 @@ class Planner:
         usable = _usable_blocks(loadable, state)
         if plan is not None and (plan.blocks.start != start or plan.blocks.end > usable):
             plan = None
-        if plan is not None and plan.state is State.PLANNED:
+        if plan is not None and plan.state is PlanState.PLANNED:
             return self._match(plan)
         keys = self._keys_to(request, state, start, usable)
         if keys is None:

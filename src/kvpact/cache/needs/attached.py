@@ -91,7 +91,7 @@ class Attached:
             self.waiting[content.parent] = None
 
     def wait_for(self, rows: Iterable[BlockKey]) -> None:
-        """These rows are stored: what is attached to them is to be saved now."""
+        """Note that rows are stored: what is attached to them is to be saved now."""
         self.waiting.update((row, None) for row in rows if row in self._of_row)
 
     def refuse(self, owed: Owed) -> None:
