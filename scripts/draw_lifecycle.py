@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvpact.cache.ledger import ENDINGS, TRANSITIONS, State
+from kvpact.cache.plan import ENDINGS, TRANSITIONS, PlanState
 
 BEGIN = "<!-- lifecycle:begin -->"
 END = "<!-- lifecycle:end -->"
@@ -17,9 +17,10 @@ END = "<!-- lifecycle:end -->"
 def diagram() -> str:
     """The lifecycle as a Mermaid state diagram in a Markdown fence, which code hosts show as a picture."""
     arrows = [
-        f"    {'[*]' if state is State.NONE else state} --> {to}: {event}" for (state, event), to in TRANSITIONS.items()
+        f"    {'[*]' if state is PlanState.NONE else state} --> {to}: {event}"
+        for (state, event), to in TRANSITIONS.items()
     ]
-    endings = [f"    {state} --> [*]" for state in State if state in ENDINGS]
+    endings = [f"    {state} --> [*]" for state in PlanState if state in ENDINGS]
     return "\n".join(["```mermaid", "stateDiagram-v2", *arrows, *endings, "```"])
 
 

@@ -302,9 +302,6 @@ class WorkerReport:
         return WorkerReport(merged, tuple(dict.fromkeys(self.reads + other.reads)))
 
 
-_SILENT = JobOutcome()
-
-
 class JobTally:
     """One job's outcomes gathered over ranks until every rank has reported every block (P10)."""
 
@@ -317,19 +314,24 @@ class JobTally:
 
     def add(self, rank: int, outcome: JobOutcome) -> None:
         """Take in one rank's piece, in any order, any number of times. Blocks outside the job are ignored."""
-        piece = JobOutcome(self._blocks.intersection(outcome.done), self._blocks.intersection(outcome.failed))
-        self._outcomes[rank] = self._outcomes.get(rank, _SILENT).merge(piece)
+        if rank in self._outcomes or outcome.failed.ranges or outcome.done.ranges != self._blocks.ranges:
+            piece = JobOutcome(self._blocks.intersection(outcome.done), self._blocks.intersection(outcome.failed))
+            outcome = self._outcomes.get(rank, JobOutcome()).merge(piece)
+        self._outcomes[rank] = outcome
 
     @property
     def complete(self) -> bool:
         """True once all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
-        sizes = [len(each.done) + len(each.failed) for each in self._outcomes.values()]
-        return len(sizes) == self._ranks and {*sizes} <= {len(self._blocks)}
+        reports = self._outcomes.values()
+        blocks = self._blocks
+        are_whole = {each.done == blocks or len(each.done) + len(each.failed) == len(blocks) for each in reports}
+        return len(reports) == self._ranks and False not in are_whole
 
     def loaded(self) -> JobOutcome:
         """For a load: the failed blocks are the hull over ranks, the others arrived."""
-        failed = hull([outcome.failed for outcome in self._outcomes.values()])
-        return JobOutcome(self._blocks.difference(failed), failed)
+        failed = [outcome.failed for outcome in self._outcomes.values() if outcome.failed.ranges]
+        lost = hull(failed) if failed else NO_RANGES
+        return JobOutcome(self._blocks.difference(lost), lost)
 
     def saved(self) -> JobOutcome:
         """For a save: the blocks done are the intersection over ranks, the others failed."""

@@ -35,7 +35,7 @@ def test_blocks_held_for_a_load_that_is_not_under_way() -> None:
     jobs, plan = TransferJobs(1, 9.0), cast("Any", SimpleNamespace(request_id="r", deadline=1.0))
     jobs.bind(SceneBlocks())
     jobs.order_load(plan, [Run(0, 0, [KEY], [KEY], [0], slots=[0], block_ids=[5])], 0.0, synchronous=True)
-    late = [(jobs.end_step(now).overdue, jobs.is_stuck) for now in (0.0, 1.5)]
+    late = [(jobs.end_step(now).overdue, bool(jobs.given_up)) for now in (0.0, 1.5)]
     assert late == [((), False), ((1,), True)]
     jobs.check()
     del jobs.loads[1]

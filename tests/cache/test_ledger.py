@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpact.cache.ledger import ENDINGS, HISTORY_LENGTH, TRANSITIONS, Ledger, Plan, PlanEvent, State
+from kvpact.cache.ledger import HISTORY_LENGTH, Ledger
+from kvpact.cache.plan import ENDINGS, TRANSITIONS, Plan, PlanEvent, PlanState
 from kvpact.contract import POSTPONED_STEPS
 from kvpact.errors import PactViolation
 from kvpact.metrics import EndReason, Metrics
@@ -85,25 +86,25 @@ def drive(scene: Scene, plan: Plan[str, str], event: PlanEvent) -> None:
         ledger.settle(plan, loaded=RangeSet(), failed=whole or RangeSet.span(0, 1))
 
 
-def in_state(scene: Scene, state: State) -> Plan[str, str]:
+def in_state(scene: Scene, state: PlanState) -> Plan[str, str]:
     """A plan that was brought to `state` by events alone."""
-    if state is State.PENDING:
+    if state is PlanState.PENDING:
         return scene.plan(ready=False)
-    if state is State.LOADING:
+    if state is PlanState.LOADING:
         return scene.loading()
-    if state is State.LOADED:
+    if state is PlanState.LOADED:
         return scene.settled()
-    if state is State.SHORT:
+    if state is PlanState.SHORT:
         return scene.settled(failed=RangeSet.span(3, 4))
     plan = scene.plan()
-    if state is State.ABORTED:
+    if state is PlanState.ABORTED:
         scene.ledger.abort(plan, EndReason.DECLINED)
     return plan
 
 
 @pytest.mark.parametrize("event", PlanEvent)
-@pytest.mark.parametrize("state", [state for state in State if state is not State.NONE])
-def test_every_event_in_every_state_does_what_the_table_says(state: State, event: PlanEvent) -> None:
+@pytest.mark.parametrize("state", [state for state in PlanState if state is not PlanState.NONE])
+def test_every_event_in_every_state_does_what_the_table_says(state: PlanState, event: PlanEvent) -> None:
     scene = Scene()
     plan = in_state(scene, state)
     assert plan.state is state
@@ -129,15 +130,15 @@ def test_every_event_in_every_state_does_what_the_table_says(state: State, event
 
 @pytest.mark.parametrize("event", PlanEvent)
 def test_only_a_prepare_begins_a_plan(event: PlanEvent) -> None:
-    opens = {PlanEvent.PREPARE_LATER: State.PENDING, PlanEvent.PREPARE_READY: State.PLANNED}
-    assert TRANSITIONS.get((State.NONE, event)) == opens.get(event)
+    opens = {PlanEvent.PREPARE_LATER: PlanState.PENDING, PlanEvent.PREPARE_READY: PlanState.PLANNED}
+    assert TRANSITIONS.get((PlanState.NONE, event)) == opens.get(event)
     if event in opens:
         assert Scene().plan(ready=event is PlanEvent.PREPARE_READY).state is opens[event]
 
 
 def test_every_state_can_be_reached_and_left_unless_it_is_an_ending() -> None:
-    assert set(TRANSITIONS.values()) == set(State) - {State.NONE}
-    assert {state for state, _ in TRANSITIONS} == set(State) - ENDINGS
+    assert set(TRANSITIONS.values()) == set(PlanState) - {PlanState.NONE}
+    assert {state for state, _ in TRANSITIONS} == set(PlanState) - ENDINGS
 
 
 @pytest.mark.parametrize("name", ["docs/lifecycle.md", "README.md"])
@@ -168,7 +169,7 @@ def test_h01_976_probes_without_a_commit_hold_one_set_of_leases_and_leave_none()
             scene.now += 1
             assert scene.number_held == 10
         assert scene.ledger.finish_request(f"r{number}") is plan
-        assert plan.state is State.ABORTED
+        assert plan.state is PlanState.ABORTED
         assert scene.number_held == 0
     assert scene.acquired == 400
     assert scene.ledger.totals.promised_tokens == 40 * 160
@@ -182,11 +183,11 @@ def test_a_plan_that_is_not_asked_for_any_more_expires_only_after_time_and_steps
     scene.ledger.renew(asked, 100)
     assert scene.ledger.expire(now=100) == []
     assert scene.ledger.expire(now=100) == [silent]
-    assert (silent.state, silent.reason) == (State.ABORTED, EndReason.NOT_RENEWED)
+    assert (silent.state, silent.reason) == (PlanState.ABORTED, EndReason.NOT_RENEWED)
     for _ in range(9):
         assert scene.ledger.expire(now=105) == []  # Many very short steps.
     assert scene.ledger.expire(now=105.1) == [asked]
-    assert loading.state is State.LOADING
+    assert loading.state is PlanState.LOADING
     assert scene.number_held == 10
 
 
@@ -200,10 +201,10 @@ def test_a_postponed_plan_keeps_its_state_and_ends_with_the_last_reason_after_so
     for reason in [EndReason.NOT_REACHED] * (POSTPONED_STEPS - 1):
         scene.ledger.postpone(plan, reason)
         assert scene.ledger.expire(scene.now) == []
-    assert (plan.state, scene.number_held) == (State.PLANNED, 10)
+    assert (plan.state, scene.number_held) == (PlanState.PLANNED, 10)
     scene.ledger.postpone(plan, EndReason.LORA_LIMIT)
     assert scene.ledger.expire(scene.now) == [plan]
-    assert (plan.state, plan.reason, scene.number_held) == (State.ABORTED, EndReason.LORA_LIMIT, 0)
+    assert (plan.state, plan.reason, scene.number_held) == (PlanState.ABORTED, EndReason.LORA_LIMIT, 0)
     assert scene.ledger.totals.ended == {EndReason.LORA_LIMIT: 1}
 
 
@@ -219,8 +220,8 @@ def test_a_prepare_takes_the_postponement_back() -> None:
     assert plan.reason is EndReason.NOT_RENEWED
 
 
-@pytest.mark.parametrize("state", [State.LOADING, *sorted(ENDINGS)])
-def test_a_plan_that_was_taken_or_has_ended_cannot_be_postponed(state: State) -> None:
+@pytest.mark.parametrize("state", [PlanState.LOADING, *sorted(ENDINGS)])
+def test_a_plan_that_was_taken_or_has_ended_cannot_be_postponed(state: PlanState) -> None:
     scene = Scene()
     plan = in_state(scene, state)
     with pytest.raises(PactViolation, match=f"request r: ABORT in state {state}"):
@@ -254,7 +255,7 @@ def test_h03_a_changed_range_supersedes_the_plan_and_shared_leases_move_over() -
     new = scene.ledger.open_plan(
         "r", BlockRange(7, 5), block_size=BLOCK_SIZE, slots="", now=1, leases=kept, promised_tokens=80
     )  # 112 and 80.
-    assert (old.state, old.reason, old.leases) == (State.ABORTED, EndReason.SUPERSEDED, [])
+    assert (old.state, old.reason, old.leases) == (PlanState.ABORTED, EndReason.SUPERSEDED, [])
     assert scene.ledger.find("r") is new
     assert scene.number_held == 5
     assert scene.acquired == 9
@@ -280,7 +281,7 @@ def test_h04_a_smaller_commit_releases_the_leases_on_the_rest_at_once(tokens: in
     assert scene.number_held == kept
     assert scene.ledger.totals.withdrawn_tokens == 160 - tokens
     if tokens == 0:
-        assert (plan.state, plan.reason) == (State.ABORTED, EndReason.DECLINED)
+        assert (plan.state, plan.reason) == (PlanState.ABORTED, EndReason.DECLINED)
     else:
         assert plan.committed_blocks == BlockRange(0, kept)
         scene.ledger.settle(plan, loaded=RangeSet.span(0, kept), failed=RangeSet())
@@ -305,7 +306,7 @@ def test_more_than_was_promised_cannot_be_committed(tokens: int) -> None:
     plan = scene.plan()
     with pytest.raises(PactViolation, match=f"{tokens} tokens committed, 160 promised"):
         scene.ledger.commit(plan, tokens, now=0)
-    assert plan.state is State.PLANNED
+    assert plan.state is PlanState.PLANNED
 
 
 @pytest.mark.parametrize("tokens", [-16, 144, 161])
@@ -320,7 +321,7 @@ def test_a_plan_that_waits_only_for_the_engine_has_no_deadline() -> None:
     staged = scene.ledger.open_plan("s", BlockRange(0, 1), block_size=16, slots="", now=0)
     scene.ledger.ready(staged, promised_tokens=16, leases=[], now=0)
     assert {ready.deadline, staged.deadline} == {inf}
-    assert {ready.state, staged.state} == {State.PLANNED}
+    assert {ready.state, staged.state} == {PlanState.PLANNED}
 
 
 def test_staging_may_end_with_less_than_was_asked_for() -> None:
@@ -328,7 +329,7 @@ def test_staging_may_end_with_less_than_was_asked_for() -> None:
     plan = scene.plan(ready=False)
     assert scene.ledger.totals.promised_tokens == 0
     scene.ledger.ready(plan, promised_tokens=48, leases=plan.leases[:3], now=2, blocks=BlockRange(0, 3))
-    assert (plan.state, plan.blocks, plan.promised_tokens) == (State.PLANNED, BlockRange(0, 3), 48)
+    assert (plan.state, plan.blocks, plan.promised_tokens) == (PlanState.PLANNED, BlockRange(0, 3), 48)
     assert scene.number_held == 3
 
 
@@ -346,7 +347,7 @@ def test_reports_that_do_not_make_up_the_commit_are_refused(loaded: RangeSet, fa
     plan = scene.loading()
     with pytest.raises(PactViolation, match="exactly one of the two"):
         scene.ledger.settle(plan, loaded=loaded, failed=failed)
-    assert plan.state is State.LOADING
+    assert plan.state is PlanState.LOADING
     assert scene.number_held == 10
 
 
@@ -446,7 +447,7 @@ def test_a_release_that_raises_does_not_keep_the_other_leases() -> None:
     with pytest.raises(OSError, match="gone"):
         ledger.abort(plan, EndReason.SHUTDOWN)
     assert sorted(released) == [0, 1, 2, 3]
-    assert (plan.state, ledger.totals.leases_held) == (State.ABORTED, 0)
+    assert (plan.state, ledger.totals.leases_held) == (PlanState.ABORTED, 0)
     ledger.check()
 
 
@@ -458,7 +459,7 @@ def test_h51_ended_plans_leave_a_bounded_history_and_nothing_else() -> None:
     assert len(scene.ledger.history) == HISTORY_LENGTH
     assert scene.ledger.explain("r0") == []
     [record] = scene.ledger.explain(f"r{HISTORY_LENGTH}")
-    assert (record.state, record.reason, record.used_tokens) == (State.LOADED, EndReason.LOADED, 160)
+    assert (record.state, record.reason, record.used_tokens) == (PlanState.LOADED, EndReason.LOADED, 160)
     assert not scene.ledger.known_requests
 
 
@@ -467,7 +468,7 @@ def test_explain_shows_what_became_of_each_plan_of_a_request() -> None:
     scene.plan()
     scene.plan(start=2, count=8)
     states = [(record.state, record.reason) for record in scene.ledger.explain("r")]
-    assert states == [(State.ABORTED, EndReason.SUPERSEDED), (State.PLANNED, None)]
+    assert states == [(PlanState.ABORTED, EndReason.SUPERSEDED), (PlanState.PLANNED, None)]
 
 
 def test_totals_go_to_the_metrics_under_the_same_names() -> None:
@@ -497,7 +498,7 @@ def test_check_finds_a_total_that_does_not_add_up(name: str) -> None:
 
 def test_check_finds_a_plan_whose_state_was_changed_by_somebody_else() -> None:
     scene = Scene()
-    scene.plan().state = State.LOADING
+    scene.plan().state = PlanState.LOADING
     with pytest.raises(PactViolation, match="in disorder"):
         scene.ledger.check()
 

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpact.cache.ledger import ENDINGS, Ledger, Plan, State
+from kvpact.cache.ledger import Ledger
+from kvpact.cache.plan import ENDINGS, Plan, PlanState
 from kvpact.contract import ExternalMatchExit
 from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
@@ -48,13 +49,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.held.update(set(blocks) - set(already))
         return list(blocks)
 
-    def plans(self, *states: State) -> list[Plan[int, None]]:
+    def plans(self, *states: PlanState) -> list[Plan[int, None]]:
         return [plan for plan in self.ledger.open_plans() if plan.state in states]
 
     @rule(request=REQUESTS, start=STARTS, count=COUNTS, less=LESS_TOKENS, ready=st.booleans())
     def prepare(self, request: str, start: int, count: int, less: int, ready: bool) -> None:
         blocks, open_plan = BlockRange(start, count), self.ledger.find(request)
-        if open_plan is not None and open_plan.state is State.LOADING:
+        if open_plan is not None and open_plan.state is PlanState.LOADING:
             return
         if open_plan is not None and open_plan.blocks == blocks:
             self.ledger.renew(open_plan, self.now)
@@ -69,31 +70,31 @@ class LedgerMachine(RuleBasedStateMachine):
             promised_tokens=count * BLOCK_SIZE - less if ready else 0,
         )
         self.seen.append(plan)
-        assert plan.state is (State.PLANNED if ready else State.PENDING)
+        assert plan.state is (PlanState.PLANNED if ready else PlanState.PENDING)
         assert open_plan is None or open_plan.reason is EndReason.SUPERSEDED
 
-    @precondition(lambda self: self.plans(State.PENDING))
+    @precondition(lambda self: self.plans(PlanState.PENDING))
     @rule(data=st.data(), less=LESS_TOKENS)
     def staged(self, data: st.DataObject, less: int) -> None:
-        plan = data.draw(st.sampled_from(self.plans(State.PENDING)))
+        plan = data.draw(st.sampled_from(self.plans(PlanState.PENDING)))
         blocks = BlockRange(plan.blocks.start, data.draw(st.integers(1, plan.blocks.count)))
         tokens = blocks.count * BLOCK_SIZE - less
         self.ledger.ready(plan, promised_tokens=tokens, leases=list(blocks), now=self.now, blocks=blocks)
 
-    @precondition(lambda self: self.plans(State.PLANNED))
+    @precondition(lambda self: self.plans(PlanState.PLANNED))
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        plan = data.draw(st.sampled_from(self.plans(State.PLANNED)))
+        plan = data.draw(st.sampled_from(self.plans(PlanState.PLANNED)))
         tokens = data.draw(st.integers(0, plan.promised_tokens))
         keep = plan.leases[: -(-tokens // BLOCK_SIZE)]
         self.ledger.commit(plan, tokens, now=self.now, keep=keep, deadline=self.now + 2)
-        assert plan.state is (State.LOADING if tokens else State.ABORTED)
+        assert plan.state is (PlanState.LOADING if tokens else PlanState.ABORTED)
         assert plan.leases == keep
 
-    @precondition(lambda self: self.plans(State.LOADING))
+    @precondition(lambda self: self.plans(PlanState.LOADING))
     @rule(data=st.data(), ran=st.booleans())
     def report(self, data: st.DataObject, ran: bool) -> None:
-        plan = data.draw(st.sampled_from(self.plans(State.LOADING)))
+        plan = data.draw(st.sampled_from(self.plans(PlanState.LOADING)))
         blocks = plan.committed_blocks
         lost = data.draw(st.lists(st.sampled_from(list(blocks)), max_size=2))
         failed = RangeSet.of(*(BlockRange(block, 1) for block in lost))
@@ -106,7 +107,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ]
         used = data.draw(st.integers(0, len(positions))) if ran else None
         self.ledger.settle(plan, loaded=loaded, failed=failed, used_tokens=used)
-        assert plan.state is (State.SHORT if lost else State.LOADED)
+        assert plan.state is (PlanState.SHORT if lost else PlanState.LOADED)
         assert plan.loaded_tokens == len(positions)
         if used is not None:
             self.count_used(plan, used)
@@ -144,27 +145,27 @@ class LedgerMachine(RuleBasedStateMachine):
         self.used += len(now) - len(again)
         self.used_again += len(again)
 
-    @precondition(lambda self: self.plans(State.PENDING, State.PLANNED))
+    @precondition(lambda self: self.plans(PlanState.PENDING, PlanState.PLANNED))
     @rule(data=st.data(), reason=REASONS)
     def abort(self, data: st.DataObject, reason: EndReason) -> None:
-        plan = data.draw(st.sampled_from(self.plans(State.PENDING, State.PLANNED)))
+        plan = data.draw(st.sampled_from(self.plans(PlanState.PENDING, PlanState.PLANNED)))
         self.ledger.abort(plan, reason)
-        assert (plan.state, plan.reason, plan.leases) == (State.ABORTED, reason, [])
+        assert (plan.state, plan.reason, plan.leases) == (PlanState.ABORTED, reason, [])
 
-    @precondition(lambda self: self.plans(State.PENDING, State.PLANNED))
+    @precondition(lambda self: self.plans(PlanState.PENDING, PlanState.PLANNED))
     @rule(data=st.data(), reason=EXITS)
     def postpone(self, data: st.DataObject, reason: EndReason) -> None:
-        plan = data.draw(st.sampled_from(self.plans(State.PENDING, State.PLANNED)))
+        plan = data.draw(st.sampled_from(self.plans(PlanState.PENDING, PlanState.PLANNED)))
         before = plan.state, list(plan.leases)
         self.ledger.postpone(plan, reason)
         assert (plan.state, plan.leases, plan.postponed) == (*before, reason)
 
     @rule(wanted=st.integers(1, 3))
     def make_room(self, wanted: int) -> None:
-        asked_now = [plan for plan in self.plans(State.PLANNED) if plan.renewed_step == self.ledger.step]
+        asked_now = [plan for plan in self.plans(PlanState.PLANNED) if plan.renewed_step == self.ledger.step]
         rooms = iter(range(wanted))
         chosen = self.ledger.yielding_plans(lambda plan: True)[: wanted - 1]
-        assert all(plan.state is State.PENDING or plan.postponed for plan in chosen)
+        assert all(plan.state is PlanState.PENDING or plan.postponed for plan in chosen)
         self.ledger.make_room(lambda: next(rooms, wanted), wanted - 1, lambda plan: True)
         assert not any(plan.is_open for plan in chosen)
         assert all(plan.is_open for plan in asked_now)
@@ -172,7 +173,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(request=REQUESTS)
     def finish(self, request: str) -> None:
         plan = self.ledger.finish_request(request)
-        if plan is None or plan.state is not State.LOADING:
+        if plan is None or plan.state is not PlanState.LOADING:
             assert self.ledger.find(request) is None
             self.used_by.pop(request, None)
         assert self.ledger.find_settled(request) is None
@@ -180,12 +181,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 2))
     def step(self, seconds: float) -> None:
         self.now += seconds
-        assert all(plan.deadline == inf for plan in self.ledger.open_plans() if plan.state is not State.LOADING)
+        assert all(plan.deadline == inf for plan in self.ledger.open_plans() if plan.state is not PlanState.LOADING)
         for plan in self.ledger.expire(self.now):
             steps = self.ledger.step - plan.renewed_step
             assert plan.reason is (plan.postponed or EndReason.NOT_RENEWED)
             assert steps > POSTPONED_STEPS if plan.postponed else self.now - plan.renewed_at > LIFETIME_SECONDS
-        for plan in self.plans(State.PENDING, State.PLANNED):
+        for plan in self.plans(PlanState.PENDING, PlanState.PLANNED):
             assert plan.postponed is None or self.ledger.step - plan.renewed_step <= POSTPONED_STEPS
 
     @invariant()
@@ -202,9 +203,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert plan.is_open or (plan.state in ENDINGS and plan.reason is not None and not plan.leases)
 
     def teardown(self) -> None:
-        for plan in self.plans(State.PENDING, State.PLANNED):
+        for plan in self.plans(PlanState.PENDING, PlanState.PLANNED):
             self.ledger.abort(plan, EndReason.SHUTDOWN)
-        for plan in self.plans(State.LOADING):
+        for plan in self.plans(PlanState.LOADING):
             self.ledger.settle(plan, loaded=RangeSet(), failed=RangeSet.of(plan.committed_blocks))
         for request in "abcd":
             self.ledger.finish_request(request)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpact.cache.ledger import State
+from kvpact.cache.plan import PlanState
 from kvpact.contract import JobOutcome, LoadJob, LoadSettlement, StepWork, WorkerReport
 from kvpact.metrics import MissReason, series
 from scenes import BLOCK_SIZE, Scene, SceneRequest, done, failed, tokens
@@ -274,5 +274,5 @@ def test_h07_h10_in_any_order_a_load_ends_once_and_its_blocks_are_held_while_it_
         scene.cache.request_finished(name)
     assert not scene.blocks.held
     assert scene.cache.observe()["leases_held"] == 0
-    assert all(plan.state is not State.LOADING for plan in scene.cache.ledger.open_plans())
+    assert all(plan.state is not PlanState.LOADING for plan in scene.cache.ledger.open_plans())
     cast(Scene, scene).close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import socket_watch
-from kvpact.cache.ledger import PlanRecord
+from kvpact.cache.plan import PlanRecord
 from kvpact.contract import LoadJob
 from kvpact.vllm import PactConnector
 from kvpact.worker.copy.base import Job

@@ -15,12 +15,12 @@ from kvpact.cache.budget import StepBudget
 from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
 from kvpact.cache.jobs import PactLedger, TransferJobs
-from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
 from kvpact.cache.memory import Memory, index_of, number_of
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.offload import Offloader
+from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.prepare import Planner
 from kvpact.cache.records import Records
@@ -181,15 +181,15 @@ class PactCache(ExternalCache):
         state = self.requests.probed(request, num_computed_tokens)
         if state.waiting.facts and self._planner.still_waits(request.request_id, state, num_computed_tokens):
             return None
-        if self.saves.lazy is not None:
-            self.saves.lazy.note_probe(request.request_id, state)
+        if self._saves.lazy is not None:
+            self._saves.lazy.note_probe(request.request_id, state)
         return self._planner.prepare(request, state, num_computed_tokens)
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
         state = self.requests.probed(request, num_computed_tokens)
-        if self.saves.lazy is not None:
-            self.saves.lazy.note_probe(request.request_id, state)
+        if self._saves.lazy is not None:
+            self._saves.lazy.note_probe(request.request_id, state)
         self._planner.decline(request, state, num_computed_tokens)
 
     def put_off_external_match(self, request: EngineRequest) -> None:
@@ -225,7 +225,7 @@ class PactCache(ExternalCache):
     def postpone_external_match(self, request_id: str, reason: ExternalMatchExit) -> None:
         """See `ExternalCache`: `Ledger.postpone` says how long the promise holds."""
         plan = self.ledger.find(request_id)
-        if plan is not None and plan.state is not State.LOADING:
+        if plan is not None and plan.state is not PlanState.LOADING:
             self._load_budget.release(request_id)
             self.ledger.postpone(plan, EndReason(reason))
 
@@ -235,8 +235,8 @@ class PactCache(ExternalCache):
         self, request: EngineRequest, num_computed_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
         """See `ExternalCache`: orders copies of full blocks that are not stored yet, while there is room."""
-        loaded = self.ledger.find_settled(request.request_id)
-        if loaded is not None:
+        has_plan = self.ledger.has_plan(request.request_id)
+        if has_plan and (loaded := self.ledger.find_settled(request.request_id)) is not None:
             self._loads.note_resumed(loaded)
         self._load_budget.note_running((request.request_id,))
         state = self.requests.of(request)
@@ -244,7 +244,7 @@ class PactCache(ExternalCache):
             self.requests.records.note_begun(state.record)
         self._computing += max(0, num_computed_tokens - state.computed)
         quiet_until = self.saves.note(request, state, num_computed_tokens, block_ids)
-        if not self.ledger.has_plan(request.request_id):
+        if not has_plan or not self.ledger.has_plan(request.request_id):
             state.note_quiet(quiet_until)
 
     def note_running(
@@ -280,7 +280,7 @@ class PactCache(ExternalCache):
             self.index.use_slots(usable)
         self._finder.prefill.note_step(max(0, self._computing), now)
         self.saves.put_off.order(now)
-        if self.saves.lazy is not None:
+        if self._saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
         self._computing = self._loading = 0
         self._load_budget.end_step()
@@ -297,18 +297,22 @@ class PactCache(ExternalCache):
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
         """See `ExternalCache`."""
-        self._steps.note_reads(report.reads)
         spared = self._steps.apply_report(report, self._clock())
         self._computing -= sum(settled.skipped_tokens for settled in spared) if spared else 0
         # Loads first: what a request saved after a failed load is not trusted.
         loads, saves = self._jobs.apply_report(report)
-        settlements = [settled for load in loads if (settled := self._loads.end(load))]
-        settlements += [self._loads.end_late(load) for load in self._jobs.give_up(self._clock())]
+        settlements: list[LoadSettlement] = []
+        for load in loads:
+            settled = self._loads.end(load)
+            if settled is not None:
+                settlements.append(settled)
+        settlements.extend(map(self._loads.end_late, self._jobs.give_up(self._clock())))
         for save in saves:
             self.requests.records.note_saved(save.job.request_id, self._saves.settle(save))
         if self.tiers.clients and not self.budget.is_late:
             self.writeback.offer_some()
-        self._steps.end_saves(self._jobs.saves.__contains__)
+        if saves:
+            self._steps.end_saves(self._jobs.saves.__contains__)
         return settlements + spared
 
     # Requests
@@ -380,7 +384,7 @@ class PactCache(ExternalCache):
     @property
     def has_overdue_loads(self) -> bool:
         """Whether a load's deadline has passed and ranks may still write to its blocks."""
-        return self._jobs.is_stuck
+        return bool(self._jobs.given_up)
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
         """See `ExternalCache`. The engine computes them anew where they are, while they are saved."""
@@ -419,7 +423,9 @@ class PactCache(ExternalCache):
             part.check()
         for state in self.requests.live.values():
             state.waiting.check()
-        known = self.ledger.known_requests.union(self.saves.lazy.known_requests if self.saves.lazy is not None else ())
+        known = self.ledger.known_requests.union(
+            self._saves.lazy.known_requests if self._saves.lazy is not None else ()
+        )
         loading = {load.job.request_id for load in self._jobs.loads.values()}
         if gone := known - loading - self.requests.live.keys():
             raise PactViolation(f"something is kept of requests that have finished: {sorted(gone)}")

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from sys import maxsize
 
-from kvpact.cache.ledger import Ledger, Plan
+from kvpact.cache.ledger import Ledger
 from kvpact.cache.needs.owed import Computed, Owed
 from kvpact.cache.needs.runs import Failure, Run
+from kvpact.cache.plan import Plan
 from kvpact.contract import (
     BlockHolder,
     JobOutcome,
@@ -75,29 +76,35 @@ class LoadState:
     """The context through which its blocks are held, if they are."""
     job: LoadJob = field(init=False)
     """The first job, by whose id the load is known."""
-    job_ids: list[int] = field(init=False)
+    job_ids: list[int] = field(init=False, default_factory=list)
     """The ids of all its jobs."""
+    block_ids: list[int] = field(init=False, default_factory=list)
+    """All of the engine's blocks that are written to."""
 
     def __post_init__(self) -> None:
-        self.job, self.job_ids = self.parts[0].job, [part.job.job_id for part in self.parts]
-
-    @property
-    def block_ids(self) -> list[int]:
-        """All of the engine's blocks that are written to."""
-        return [block_id for part in self.parts for block_id in part.job.block_ids]
+        self.job = self.parts[0].job
+        for part in self.parts:
+            self.job_ids.append(part.job.job_id)
+            self.block_ids += part.job.block_ids
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has reported all jobs."""
-        return all(part.tally.complete for part in self.parts)
+        for part in self.parts:  # noqa: SIM110 - a generator costs two calls more
+            if not part.tally.complete:
+                return False
+        return True
 
     def outcome(self) -> JobOutcome:
         """What of the match arrived, in its blocks: the others are the hull of what failed on any rank."""
         blocks = self.plan.committed_blocks
         failed = NO_RANGES
         for part in self.parts:
-            failed = failed.union(part.run.lost(part.tally.loaded().failed, blocks))
-        return JobOutcome(RangeSet.of(blocks).difference(failed), failed)
+            lost = part.tally.loaded().failed
+            if lost.ranges:
+                failed = failed.union(part.run.lost(lost, blocks))
+        done = RangeSet.of(blocks)
+        return JobOutcome(done.difference(failed) if failed.ranges else done, failed)
 
     def failures(self) -> Iterator[Failure]:
         """What blocks that did not arrive cost, by job."""
@@ -221,8 +228,9 @@ class TransferJobs:
     _loads_by_job: dict[int, LoadState] = field(default_factory=dict, init=False)
     """Id of each job of a load -> the load."""
     _context: BlockHolder | None = field(default=None, init=False)
-    _given_up: dict[int, int] = field(default_factory=dict, init=False)
-    """Id of each load that was given up -> the step in which it was; until no rank can write its blocks."""
+    given_up: dict[int, int] = field(default_factory=dict, init=False)
+    """Id of each load that was given up -> the step in which it was; until no rank can write its blocks. While there is
+    one, a rank may be stuck in a copy: a new order would wait for it."""
     _step: int = field(default=0, init=False)
     _told: LogOnce = field(default_factory=lambda: LogOnce(logger), init=False)
 
@@ -241,10 +249,10 @@ class TransferJobs:
             slots, ids = self._numbers(run.slots), tuple(run.block_ids)
             job = LoadJob(self._next_id(), plan.request_id, run.start, slots, ids, synchronous, run.group)
             parts.append(LoadPart(job, run, JobTally(job.blocks, self.ranks)))
+            self._outbox.loads.append(job)
         load = LoadState(plan, parts, now + self.timeout)
         self.loads[load.job.job_id] = load
         self._loads_by_job.update(dict.fromkeys(load.job_ids, load))
-        self._outbox.loads += [part.job for part in parts]
         if synchronous:
             self._hold(load)
         return load
@@ -295,11 +303,6 @@ class TransferJobs:
                     self._outbox.overdue += task.job_ids  # a worker may not have heard it
         return self._outbox.take(lookups)
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a rank may hang in a copy: a new order would wait for it."""
-        return bool(self._given_up)
-
     def _give_up(self, now: float) -> None:
         """Hold the blocks of loads whose deadline has passed. This step tells the workers so, and each query again.
 
@@ -311,7 +314,7 @@ class TransferJobs:
             load.given_up = True
             self._outbox.overdue += load.job_ids
             self._hold(load)
-            self._given_up[load.job.job_id] = self._step
+            self.given_up[load.job.job_id] = self._step
             text = (
                 "kvpact: the load of %d blocks for request %s is late; they are computed instead (others are counted)"
             )
@@ -320,7 +323,9 @@ class TransferJobs:
     def give_up(self, now: float) -> list[LoadState]:
         """Give up what is overdue; returns the loads that the engine continues without from now on, each once."""
         self._give_up(now)
-        late = [self.loads[job_id] for job_id, step in self._given_up.items() if self._step - step >= STEPS_TO_HEAR]
+        if not self.given_up:
+            return []
+        late = [self.loads[job_id] for job_id, step in self.given_up.items() if self._step - step >= STEPS_TO_HEAR]
         late = [load for load in late if not load.told]
         for load in late:
             load.told = True
@@ -342,16 +347,25 @@ class TransferJobs:
                 task = self._loads_by_job.get(job_id) or self.saves.get(job_id)
                 if task is not None:
                     reported[task.job.job_id] = task
-                    {part.job.job_id: part for part in task.parts}[job_id].tally.add(rank, outcome)
-        ended = [task for _, task in sorted(reported.items()) if task.is_complete]
-        loads = [task for task in ended if isinstance(task, LoadState)]
-        return loads, [task for task in ended if isinstance(task, SaveState)]
+                    for part in task.parts:
+                        if part.job.job_id == job_id:
+                            part.tally.add(rank, outcome)
+        loads = list[LoadState]()
+        saves = list[SaveState]()
+        for _, task in sorted(reported.items()):
+            if not task.is_complete:
+                continue
+            if isinstance(task, LoadState):
+                loads.append(task)
+            else:
+                saves.append(task)
+        return loads, saves
 
     def end(self, task: LoadState | SaveState) -> None:
         """The job is settled: no rank can write to a load's blocks any more."""
         if isinstance(task, LoadState):
             del self.loads[task.job.job_id]
-            self._given_up.pop(task.job.job_id, None)
+            self.given_up.pop(task.job.job_id, None)
             if task.holder is not None:
                 task.holder.free_blocks(task.block_ids)
             for job_id in task.job_ids:
@@ -405,7 +419,7 @@ class TransferJobs:
         for job_id, task in tasks:
             if task.job.job_id != job_id or not 0 < job_id <= self.ordered or task.is_complete:
                 raise PactViolation(f"job {job_id} is kept as under way and in disorder: {task}")
-        if gone := self._given_up.keys() - self.loads.keys():
+        if gone := self.given_up.keys() - self.loads.keys():
             raise PactViolation(f"blocks are held for loads that have ended: {sorted(gone)}")
 
     def __len__(self) -> int:

@@ -1,10 +1,9 @@
-"""What "save": "lazy" needs to know: what each of the engine's blocks holds, and which of them are evicted next.
+"""Memory of what each of the engine's blocks holds, and of which are evicted next, for `"save": "lazy"`.
 
 Owns a memo with one entry for each block of the engine's pool, and a cursor on the engine's free queue. Names blocks
-that are about to be lost; `offload.py` saves them. A block that hangs on a row of the chain is saved with that row,
-else the row would be of no use, and the row with the block that is evicted before; if the row is stored already, the
-block is saved at once. The engine does not say when it reuses a block, so an entry counts only while the engine
-publishes the block under the hash that it had when the entry was made.
+that are about to be lost; `saves.py` saves them. A loose block is saved with the row to which it is attached, see
+`needs/attached.py`. The engine does not say when it reuses a block, so an entry counts only while the engine publishes
+the block under the hash that it had when the entry was made.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
+from kvpact.cache.needs.attached import Attached, BlockContent
 from kvpact.cache.needs.engine_groups import EngineGroups, Tables
 from kvpact.cache.needs.owed import Owed
-from kvpact.cache.needs.runs import Run, runs_of
+from kvpact.cache.needs.runs import Run
 from kvpact.cache.request import RequestState
 from kvpact.contract import KVCacheBlockView, SchedulerContext
 from kvpact.errors import NAME_CHARS, PactViolation, kept_id
@@ -43,28 +43,6 @@ SAVES_PER_STEP: Final = 96
 CLIMB_PER_STEP: Final = 1024
 """Blocks of a chain that one step follows at most to find the stored part."""
 
-CHAIN_KEYS_PER_STEP: Final = 8192
-"""Rows of chains that one step reads at most to name what it saves, besides one whole chain: 0.1 us each."""
-
-
-@dataclass(slots=True)
-class BlockContent:
-    """What a block of the engine holds: a group's `block`, named `key`, computed for a request.
-
-    `parent` is the key of the row before it, or of that on which it hangs. `block_hash` is the engine's name for it,
-    None until the engine publishes it. `offered`: since its last use it was stored, or could not be. It is not saved
-    twice in a row, or two chains would evict each other for ever.
-    """
-
-    key: BlockKey
-    parent: BlockKey
-    group: int
-    block: int
-    request_id: str
-    tag: Tag
-    block_hash: bytes | None
-    offered: bool = False
-
 
 @dataclass(eq=False)
 class LazyOffload:
@@ -81,10 +59,8 @@ class LazyOffload:
     """Block id -> what it holds; at most one entry for each block of the pool (P12)."""
     _places: dict[BlockKey, int] = field(default_factory=dict, init=False)
     """Key -> the block that was last seen to hold it; at most one for each entry."""
-    _hanging: dict[BlockKey, dict[BlockKey, None]] = field(default_factory=dict, init=False)
-    """Row of a chain -> the keys with a place that hang on it."""
-    _waiting: dict[BlockKey, None] = field(default_factory=dict, init=False)
-    """Rows on which something hangs that is to be saved now, in order of arrival."""
+    _attached: Attached = field(init=False)
+    """The loose ones of these blocks."""
     _unpublished: dict[str, list[int]] = field(default_factory=dict, init=False)
     """Request -> its blocks that the engine has not published yet."""
     _held: int = field(default=0, init=False)
@@ -99,6 +75,9 @@ class LazyOffload:
     """The due row that this chain leads to."""
     refused: int = field(default=0, init=False)
     """Blocks given up so far: one before them in their chain is lost, or was offered to the caller and not saved."""
+
+    def __post_init__(self) -> None:
+        self._attached = Attached(self.groups, self._entries, self._places, self.index)
 
     # What the engine computes
 
@@ -124,25 +103,18 @@ class LazyOffload:
             self._unpublished.setdefault(request_id, []).extend(unpublished)
         self.dirty = True
 
-    @property
-    def _chain(self) -> int | None:
-        return self.groups.groups.chain
-
     def _put(self, entry: BlockContent, block_id: int) -> None:
         """The block is where its content is to be found."""
         self._places[entry.key] = block_id
-        if entry.group != self._chain:
-            self._hanging.setdefault(entry.parent, {})[entry.key] = None
+        self._attached.put(entry)
 
     def _publish(self, block_id: int, entry: BlockContent) -> None:
-        """The engine will serve the block. If it hangs on a row that is stored already, it is saved at once."""
+        """The engine will serve the block."""
         self._put(entry, block_id)
         entry.offered = False
         if len(entry.request_id) > NAME_CHARS:
             entry.request_id = kept_id(entry.request_id)  # the block outlives the request
-        hangs = entry.group != self._chain and self._chain is not None
-        if hangs and entry.parent in self.index and entry.key not in self.index:
-            self._waiting[entry.parent] = None
+        self._attached.publish(entry)
 
     def confirm(self, request_id: str, tables: Tables) -> None:
         """The request still holds `tables`: their hashes are those of what it computed."""
@@ -194,15 +166,15 @@ class LazyOffload:
             self._drop(block_id)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Do not save the engine's blocks of these keys, nor what hangs on them, nor blocks after them."""
+        """Do not save the engine's blocks of these keys, nor what is attached to them, nor blocks after them."""
         for key in keys:
-            for each in (key, *self._hanging.get(key, ())):
+            for each in (key, *self._attached.of(key)):
                 if (block_id := self._places.get(each)) is not None:
                     self._drop(block_id)
 
     def clear(self) -> None:
         """Forget all that the engine holds."""
-        for kept in (self._entries, self._places, self._hanging, self._waiting, self._unpublished):
+        for kept in (self._entries, self._places, self._attached, self._unpublished):
             kept.clear()
         self._resume_key = None
         self._restart()
@@ -212,11 +184,7 @@ class LazyOffload:
         if entry is None or self._places.get(entry.key) != block_id:
             return
         del self._places[entry.key]
-        if (hanging := self._hanging.get(entry.parent)) is not None and entry.group != self._chain:
-            hanging.pop(entry.key, None)
-            if not hanging:
-                del self._hanging[entry.parent]
-                self._waiting.pop(entry.parent, None)
+        self._attached.drop(entry)
 
     # What is about to be lost
 
@@ -227,7 +195,7 @@ class LazyOffload:
         `saved` once the blocks are released. The work is bounded, whatever is in the queue (P11).
         """
         self._peak_alloc_rate = max(float(taken_blocks), self._peak_alloc_rate * PEAK_ALLOC_DECAY)
-        self.dirty |= taken_blocks > 0 or bool(self._waiting)
+        self.dirty |= taken_blocks > 0 or bool(self._attached.waiting)
         if not self.dirty and self._resume_key is None:
             return
         window = max(self.min_window, int(WINDOW_STEPS * self._peak_alloc_rate))
@@ -238,17 +206,17 @@ class LazyOffload:
         leaving = {view.block_id: view.block_hash for view in ahead}
         taken: set[int] = set()
         until = self._held + room
-        yield from self._save_hanging(until, leaving, taken)
+        yield from self._save_attached(until, leaving, taken)
         handled = 0  # the cursor passes no row that later steps must save
         goes_on = self._resume_key is None or (yield from self._save_row(self._resume_for, until, leaving, taken))
         while goes_on and handled < len(ahead):
             row = self._due_row(ahead[handled])
             goes_on = row is None or (yield from self._save_row(row, until, leaving, taken))
             handled += goes_on
-        yield from self._save_hanging(until, leaving, taken)
+        yield from self._save_attached(until, leaving, taken)
         stay = [view.block_id for view in ahead[:handled] if view.block_id not in taken]
         self._advance(stay, window, is_over=handled == len(ahead) and (at_end or not stay))
-        waits = self._resume_key is not None or bool(self._waiting)
+        waits = self._resume_key is not None or bool(self._attached.waiting)
         self.dirty = bool(taken) or self._held >= until or self._cursor is not None or waits
 
     def _save_row(
@@ -261,7 +229,12 @@ class LazyOffload:
         self._resume_key = None
         owed = self._chain_to(start, until - self._held, leaving)
         if owed is not None:
-            yield from self._save_chain(owed, taken)
+            saved = yield from self._offer(owed, taken)
+            if not saved:
+                self._resume_key = None  # there is no room for it
+            self._attached.wait_for(owed.run.keys[:saved])
+            for block_id in owed.run.block_ids:
+                self._entries[block_id].offered = True
         if start != row and self._resume_key is None and start in self.index:
             self._resume_key = row
         self._resume_for = row
@@ -269,29 +242,27 @@ class LazyOffload:
             self._note_handled(row)
         return self._resume_key is None
 
-    def _save_chain(self, owed: Owed, taken: set[int]) -> Iterator[Owed]:
-        """Offer a run of the chain to the caller; what it saves is `taken` from the free queue."""
-        held, run = self._held, owed.run
+    def _offer(self, owed: Owed, taken: set[int]) -> Generator[Owed, None, int]:
+        """Offer the caller a run; what it saves is `taken` from the free queue. Returns the number of saved blocks."""
+        held = self._held
         yield owed
-        if self._held == held:
-            self._resume_key = None  # there is no room for it
-        else:
-            taken.update(run.block_ids)
-            saved = run.keys[: self._held - held]
-            self._waiting.update((row, None) for row in saved if row in self._hanging)
-        for block_id in run.block_ids:
-            self._entries[block_id].offered = True
+        saved = self._held - held
+        if saved:
+            taken.update(owed.run.block_ids)
+        return saved
 
-    def _save_hanging(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[Owed]:
-        """Offer the caller what hangs on rows that wait, until `until` blocks are held; note what it takes."""
-        for owed in self._take(until - self._held, leaving):
-            held = self._held
-            yield owed
-            if self._held > held:
-                taken.update(owed.run.block_ids)
-            else:  # there is no room: the rows wait no longer
-                for row in owed.run.parents:
-                    self._waiting.pop(row, None)
+    def _save_attached(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[Owed]:
+        """Offer the caller what is attached to rows that wait, until `until` blocks are held; note what it takes."""
+
+        def still_holds(block_id: int, entry: BlockContent) -> bool:
+            if self._holds(block_id, entry, leaving):
+                return True
+            self._drop(block_id)
+            return False
+
+        for owed in self._attached.take(until - self._held, leaving, still_holds, self.index.chain):
+            if not (yield from self._offer(owed, taken)):
+                self._attached.refuse(owed)
 
     def _due_row(self, view: KVCacheBlockView) -> BlockKey | None:
         """The row that must be stored so that what a block of the free queue holds is; None if nothing is to save."""
@@ -305,18 +276,17 @@ class LazyOffload:
             self._drop(view.block_id)
             return None
         self._put(entry, view.block_id)
-        return entry.key if entry.group == self._chain else entry.parent
+        return self._attached.row_of(entry)
 
     def _note_handled(self, row: BlockKey) -> None:
-        """All that could be done to store a row is done: what hangs on it is saved now, or it is refused.
+        """All that could be done to store a row is done: what is attached to it is saved now, or it is refused.
 
         Then neither it nor the blocks before and on it are offered again until they are used.
         """
-        hanging = self._hanging.get(row, {})
         if row in self.index:
-            self._waiting.update({row: None} if hanging else {})
+            self._attached.wait_for((row,))
             return
-        for key in hanging:
+        for key in self._attached.of(row):
             self._refuse(self._places[key])
         for _ in range(CLIMB_PER_STEP):
             block_id = self._places.get(row)
@@ -333,67 +303,10 @@ class LazyOffload:
         self.refused += 1
         return True
 
-    def _take(self, room: int, leaving: Mapping[int, bytes | None]) -> list[Owed]:
-        """Runs of at most `room` blocks that hang on rows that wait; each is offered once."""
-        found, left = list[int](), room
-        for row in [*islice(self._waiting, max(0, room))]:
-            if left <= 0:
-                break
-            blocks = self._to_save(row, leaving)
-            if len(blocks) <= left:
-                self._waiting.pop(row, None)
-            found += blocks[:left]
-            left -= len(blocks)
-        return self._runs(found, leaving)
-
-    def _to_save(self, row: BlockKey, leaving: Mapping[int, bytes | None]) -> list[int]:
-        """The blocks that hang on a row, and still hold what they did when they were noted, if the row is known."""
-        blocks = []
-        for key in [*self._hanging.get(row, ())]:
-            block_id = self._places[key]
-            entry = self._entries[block_id]
-            entry.offered = True
-            if row not in self.index or key in self.index or entry.block_hash is None:
-                continue
-            if self._holds(block_id, entry, leaving):
-                blocks.append(block_id)
-            else:
-                self._drop(block_id)
-        return blocks
-
     def _holds(self, block_id: int, entry: BlockContent, leaving: Mapping[int, bytes | None]) -> bool:
         """Whether the engine's block still holds what it did; `leaving` has the hashes of those it evicts next."""
         seen = leaving[block_id] if block_id in leaving else self.context.get_block(block_id).block_hash
         return entry.block_hash is not None and entry.block_hash == seen and self.tags.has(block_id, entry.tag)
-
-    def _runs(self, found: Sequence[int], leaving: Mapping[int, bytes | None]) -> list[Owed]:
-        """Return blocks that hang on rows as runs, each of one chain and one group.
-
-        Those whose chains take too long to read wait.
-        """
-        groups, walked = self.groups.groups, 0
-        chains: list[tuple[BlockKey, ...]] = []
-        parts: dict[tuple[int, int], dict[int, int]] = {}
-        entries = {block_id: self._entries[block_id] for block_id in found}
-        rows = {block_id: groups.row_of(entry.group, entry.block) for block_id, entry in entries.items()}
-        for block_id in sorted(rows, key=rows.__getitem__, reverse=True):
-            entry, row = entries[block_id], rows[block_id]
-            at = next((n for n, keys in enumerate(chains) if len(keys) > row and keys[row] == entry.parent), None)
-            if at is None:
-                if walked > CHAIN_KEYS_PER_STEP:
-                    self._waiting[entry.parent] = None
-                    continue
-                at = len(chains)
-                chains.append(tuple(self.index.chain(entry.parent)))
-                walked += row
-            parts.setdefault((at, entry.group), {})[entry.block] = block_id
-        runs = []
-        for (at, number), blocks in parts.items():
-            for start, end in runs_of(sorted(blocks)):
-                named = {block: (entries[blocks[block]].key, blocks[block]) for block in range(start, end)}
-                run, owner = self.groups.loose_run(number, named, chains[at]), entries[blocks[end - 1]].request_id
-                runs.append(Owed(owner, run, frozenset(run.block_ids).intersection(leaving)))
-        return runs
 
     def saving(self, blocks: int) -> None:
         """`blocks` blocks are held until they are saved."""
@@ -484,16 +397,10 @@ class LazyOffload:
 
     def check(self) -> None:
         """Verify the memo; raises PactViolation."""
-        hanging = set[BlockKey]()
         for key, block_id in self._places.items():
             entry = self._entries.get(block_id)
             if entry is None or entry.key != key:
                 raise PactViolation(f"the memo says that block {block_id} holds {key.hex()[:16]}, and does not know it")
-            if entry.group != self._chain:
-                hanging.add(key)
-        if hanging != {key for keys in self._hanging.values() for key in keys} or not all(self._hanging.values()):
-            raise PactViolation("the memo does not know what hangs on which row")
-        if gone := self._waiting.keys() - self._hanging.keys():
-            raise PactViolation(f"{len(gone)} rows wait that nothing hangs on")
+        self._attached.check()
         if self._held < 0:
             raise PactViolation(f"{self._held} blocks are being saved lazily")

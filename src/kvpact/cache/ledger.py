@@ -1,21 +1,20 @@
-"""Every plan from prepare to settlement: the state table, the leases, and the four counts that must reconcile.
+"""Every plan from prepare to settlement: the leases, and the four counts that must reconcile.
 
-TRANSITIONS is the whole lifecycle: a plan's state changes in `Ledger._apply` and nowhere else, and what is not in the
-table raises PactViolation. Owns no block and no bytes, reads no clock, starts no thread: events and the time come in as
-arguments. Each lease is passed to `release` once, when its plan no longer needs it.
+A plan's state changes in `Ledger._apply` and nowhere else, as `plan.py` allows. Owns no block and no bytes, reads no
+clock, starts no thread: events and the time come in as arguments. Each lease is passed to `release` once, when its plan
+no longer needs it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic
 
+from kvpact.cache.plan import TRANSITIONS, Lease, Plan, PlanEvent, PlanRecord, PlanState, Slots
 from kvpact.cache.totals import NO_SOURCES, Sources, Totals
 from kvpact.contract import POSTPONED_STEPS
 from kvpact.errors import PactViolation, kept_id
@@ -27,122 +26,6 @@ HISTORY_LENGTH = 256
 
 PLAN_LIFETIME_STEPS = 2
 """Steps that a plan survives without a probe: an engine does not look at its queue in a step in which it preempts."""
-
-
-class State(StrEnum):
-    """Where a plan is. NONE stands for a request without a plan."""
-
-    NONE = "NONE"
-    PENDING = "PENDING"
-    PLANNED = "PLANNED"
-    LOADING = "LOADING"
-    LOADED = "LOADED"
-    SHORT = "SHORT"
-    ABORTED = "ABORTED"
-
-
-class PlanEvent(StrEnum):
-    """What happens to a plan; the value is the arrow's text in docs/lifecycle.md."""
-
-    PREPARE_LATER = "prepare, a tier answers later"
-    PREPARE_READY = "prepare, all is held"
-    RENEW = "prepare again"
-    COMMIT = "commit, 0 < n ≤ promised"
-    ABORT = "abort, or commit of 0"
-    ARRIVED = "all committed tokens arrived"
-    FELL_SHORT = "a named range did not arrive"
-
-
-TRANSITIONS: dict[tuple[State, PlanEvent], State] = {
-    (State.NONE, PlanEvent.PREPARE_LATER): State.PENDING,
-    (State.NONE, PlanEvent.PREPARE_READY): State.PLANNED,
-    (State.PENDING, PlanEvent.PREPARE_READY): State.PLANNED,
-    (State.PENDING, PlanEvent.RENEW): State.PENDING,
-    (State.PENDING, PlanEvent.ABORT): State.ABORTED,
-    (State.PLANNED, PlanEvent.RENEW): State.PLANNED,
-    (State.PLANNED, PlanEvent.COMMIT): State.LOADING,
-    (State.PLANNED, PlanEvent.ABORT): State.ABORTED,
-    (State.LOADING, PlanEvent.ARRIVED): State.LOADED,
-    (State.LOADING, PlanEvent.FELL_SHORT): State.SHORT,
-}
-
-ENDINGS = frozenset({State.LOADED, State.SHORT, State.ABORTED})
-OPEN_STATES = frozenset({State.PENDING, State.PLANNED, State.LOADING})
-
-Lease = TypeVar("Lease", bound=Hashable)
-"""A hold on stored blocks, opaque here. Two equal leases in one list are two holds."""
-Slots = TypeVar("Slots")
-"""What the cache needs to carry the plan out, opaque here."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Plan(Generic[Lease, Slots]):
-    """The cache's record of one match. Only the ledger writes it, but for `slots` and `sources`, which are the cache's.
-
-    `blocks` is the match in engine blocks; its last block may be covered in part. Times are seconds on the caller's
-    clock, `renewed_at` and `renewed_step` those of the last prepare or commit. `deadline` bounds the load while
-    LOADING. `postponed` is why the engine did not take the match, as it said after the last
-    prepare; the state is as before, since the promise holds.
-    """
-
-    request_id: str
-    blocks: BlockRange
-    block_size: int
-    slots: Slots
-    renewed_at: float
-    renewed_step: int
-    sources: Sources = NO_SOURCES
-    deadline: float = inf
-    state: State = State.NONE
-    promised_tokens: int = 0
-    committed_tokens: int = 0
-    loaded_tokens: int = 0
-    used_tokens: int = 0
-    used_again_tokens: int = 0
-    leases: list[Lease] = field(default_factory=list)
-    reason: EndReason | None = None
-    postponed: EndReason | None = None
-    failed: RangeSet = NO_RANGES
-    request_finished: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the plan has not ended yet."""
-        return self.state in OPEN_STATES
-
-    @property
-    def is_postponed(self) -> bool:
-        """Whether it promises what the engine did not take."""
-        return self.state is State.PLANNED and self.postponed is not None
-
-    @property
-    def committed_blocks(self) -> BlockRange:
-        """The blocks that the committed tokens reach into; the last one may be covered in part."""
-        return BlockRange(self.blocks.start, -(-self.committed_tokens // self.block_size))
-
-    def committed_tokens_in(self, blocks: RangeSet) -> int:
-        """Number of committed tokens in `blocks`, which must be committed ones."""
-        committed = self.committed_blocks
-        missing_in_last = committed.count * self.block_size - self.committed_tokens
-        is_short = missing_in_last and committed.end - 1 in blocks
-        return len(blocks) * self.block_size - (missing_in_last if is_short else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRecord:
-    """A plan as the history keeps it; times are seconds on the ledger's clock."""
-
-    request_id: str
-    state: State
-    reason: EndReason | None
-    blocks: BlockRange
-    failed: RangeSet
-    promised_tokens: int
-    committed_tokens: int
-    loaded_tokens: int
-    used_tokens: int
-    used_again_tokens: int
-    renewed_at: float
 
 
 @dataclass(eq=False)
@@ -301,8 +184,8 @@ class Ledger(Generic[Lease, Slots]):
         a synchronous load; otherwise call `use` later. For a request that has finished, None means 0.
         """
         self._require(plan, PlanEvent.FELL_SHORT if failed.ranges else PlanEvent.ARRIVED)
-        _require_all(plan, loaded, failed)
-        loaded_tokens = plan.committed_tokens_in(loaded)
+        plan.require_all(loaded, failed)
+        loaded_tokens = plan.committed_tokens_in(loaded) if failed.ranges else plan.committed_tokens
         if used_tokens is None and plan.request_finished:
             used_tokens = 0
         _require_used(plan, used_tokens or 0, loaded_tokens)
@@ -338,10 +221,14 @@ class Ledger(Generic[Lease, Slots]):
     def _count_used(self, plan: Plan[Lease, Slots], positions: BlockRange) -> None:
         """Count these token positions as used; those that were counted before as used again."""
         before = self._used_positions.get(plan.request_id, NO_RANGES)
-        after = before.union(RangeSet.of(positions))
-        plan.used_tokens = len(after) - len(before)
+        after = new = RangeSet.of(positions)
+        plan.used_tokens = positions.count
+        if before.ranges:
+            after = before.union(after)
+            new = after.difference(before)
+            plan.used_tokens = len(after) - len(before)
         plan.used_again_tokens = positions.count - plan.used_tokens
-        self.totals.split_used(after.difference(before), plan.sources, plan.block_size)
+        self.totals.split_used(new, plan.sources, plan.block_size)
         if plan.request_finished:
             self._used_positions.pop(plan.request_id, None)
         elif after.ranges:
@@ -404,7 +291,9 @@ class Ledger(Generic[Lease, Slots]):
         It chooses among those that promise nothing. Longest ago prepared come first, a step's last before its first.
         """
         not_asked = (plan for plan in self._open.values() if plan.renewed_step < self.step)
-        found = [plan for plan in not_asked if (may_yield(plan) if plan.state is State.PENDING else plan.is_postponed)]
+        found = [
+            plan for plan in not_asked if (may_yield(plan) if plan.state is PlanState.PENDING else plan.is_postponed)
+        ]
         return sorted(found, key=lambda plan: (plan.renewed_step, -plan.renewed_at))
 
     def make_room(
@@ -429,7 +318,7 @@ class Ledger(Generic[Lease, Slots]):
     def end(self, request_id: str, reason: EndReason) -> None:
         """End the request's plan, if it has one that is not loading."""
         plan = self._open.get(request_id)
-        if plan is not None and plan.state is not State.LOADING:
+        if plan is not None and plan.state is not PlanState.LOADING:
             self.abort(plan, reason)
 
     def end_all(self, reason: EndReason) -> None:
@@ -445,7 +334,9 @@ class Ledger(Generic[Lease, Slots]):
     def expire(self, now: float) -> list[Plan[Lease, Slots]]:
         """Call once per scheduler step, at its end: abort and return the plans whose lifetime is over."""
         self.step += 1
-        stale = [plan for plan in self._open.values() if plan.state is not State.LOADING and self._is_stale(plan, now)]
+        stale = [
+            plan for plan in self._open.values() if plan.state is not PlanState.LOADING and self._is_stale(plan, now)
+        ]
         for plan in stale:
             self._end_unused(plan, EndReason.NOT_RENEWED)
         return stale
@@ -468,7 +359,7 @@ class Ledger(Generic[Lease, Slots]):
         plan = self._open.get(request_id)
         if plan is not None:
             plan.request_finished = True
-            if plan.state is State.LOADING:
+            if plan.state is PlanState.LOADING:
                 return plan
             self.abort(plan, EndReason.REQUEST_FINISHED)
         self._used_positions.pop(request_id, None)
@@ -485,26 +376,26 @@ class Ledger(Generic[Lease, Slots]):
         """A request's plans as far as they are kept, oldest first."""
         past = [record for record in self.history if record.request_id == kept_id(request_id)]
         present = (self._awaiting_use.get(request_id), self._open.get(request_id))
-        return past + [_record(plan) for plan in present if plan is not None]
+        return past + [plan.record() for plan in present if plan is not None]
 
     def check(self) -> None:
         """Verify all invariants of the plans (P1, P7, P12); raises PactViolation naming the first broken one."""
         for request_id, plan in self._open.items():
-            promised = (plan.promised_tokens > 0) == (plan.state is not State.PENDING)
-            committed = (plan.committed_tokens > 0) == (plan.state is State.LOADING)
+            promised = (plan.promised_tokens > 0) == (plan.state is not PlanState.PENDING)
+            committed = (plan.committed_tokens > 0) == (plan.state is PlanState.LOADING)
             if not (plan.is_open and promised and committed and plan.request_id == request_id):
-                raise PactViolation(f"request {request_id}: kept as open and in disorder: {_record(plan)}")
+                raise PactViolation(f"request {request_id}: kept as open and in disorder: {plan.record()}")
         for request_id, plan in self._awaiting_use.items():
             if plan.is_open or plan.leases or plan.request_finished or plan.request_id != request_id:
-                raise PactViolation(f"request {request_id}: kept as settled and in disorder: {_record(plan)}")
+                raise PactViolation(f"request {request_id}: kept as settled and in disorder: {plan.record()}")
         for plan in (*self._open.values(), *self._awaiting_use.values()):
             used = plan.used_tokens + plan.used_again_tokens
             if not plan.promised_tokens >= plan.committed_tokens >= plan.loaded_tokens >= used >= 0:
-                raise PactViolation(f"request {plan.request_id}: its counts do not fall: {_record(plan)}")
+                raise PactViolation(f"request {plan.request_id}: its counts do not fall: {plan.record()}")
         plans = self._open.values()
         self.totals.check(
-            planned=sum(plan.promised_tokens for plan in plans if plan.state is State.PLANNED),
-            loading=sum(plan.committed_tokens for plan in plans if plan.state is State.LOADING),
+            planned=sum(plan.promised_tokens for plan in plans if plan.state is PlanState.PLANNED),
+            loading=sum(plan.committed_tokens for plan in plans if plan.state is PlanState.LOADING),
             plans=len(plans),
             leases=sum(len(plan.leases) for plan in plans),
         )
@@ -514,14 +405,10 @@ class Ledger(Generic[Lease, Slots]):
     def _apply(self, plan: Plan[Lease, Slots], event: PlanEvent) -> None:
         plan.state = self._require(plan, event)
 
-    def _require(self, plan: Plan[Lease, Slots], event: PlanEvent) -> State:
+    def _require(self, plan: Plan[Lease, Slots], event: PlanEvent) -> PlanState:
         to = TRANSITIONS.get((plan.state, event))
         if to is None:
-            allowed = [known.name for state, known in TRANSITIONS if state is plan.state]
-            raise PactViolation(
-                f"request {plan.request_id}: {event.name} in state {plan.state}; "
-                f"allowed there: {', '.join(allowed) if allowed else 'nothing, the plan has ended'}"
-            )
+            raise plan.refusal(event)
         return to
 
     def _promise(self, plan: Plan[Lease, Slots], blocks: BlockRange, tokens: int) -> None:
@@ -537,7 +424,7 @@ class Ledger(Generic[Lease, Slots]):
         self._remember(plan)
 
     def _remember(self, plan: Plan[Lease, Slots]) -> None:
-        self.history.append(_record(plan))
+        self.history.append(plan.record())
         if self.note_ended is not None:
             self.note_ended(plan)
 
@@ -566,13 +453,6 @@ class Ledger(Generic[Lease, Slots]):
                 self._give_back(leases)
 
 
-_RECORDED = attrgetter(*(item.name for item in fields(PlanRecord)[1:]))
-
-
-def _record(plan: Plan[Lease, Slots]) -> PlanRecord:
-    return PlanRecord(kept_id(plan.request_id), *_RECORDED(plan))
-
-
 def _require_promise(plan: Plan[Lease, Slots], blocks: BlockRange, tokens: int) -> None:
     most = blocks.count * plan.block_size
     if not max(0, most - plan.block_size) < tokens <= most:
@@ -585,16 +465,3 @@ def _require_promise(plan: Plan[Lease, Slots], blocks: BlockRange, tokens: int) 
 def _require_used(plan: Plan[Lease, Slots], tokens: int, loaded: int) -> None:
     if not 0 <= tokens <= loaded:
         raise PactViolation(f"request {plan.request_id}: {tokens} tokens used; it can be 0 to the {loaded} loaded")
-
-
-def _require_all(plan: Plan[Lease, Slots], loaded: RangeSet, failed: RangeSet) -> None:
-    committed = RangeSet.of(plan.committed_blocks)
-    if loaded.union(failed) != committed or loaded.intersection(failed).ranges:
-        raise PactViolation(
-            f"request {plan.request_id}: loaded {_spell(loaded)} and failed {_spell(failed)} do not make up "
-            f"the committed {_spell(committed)}; every committed block is in exactly one of the two"
-        )
-
-
-def _spell(blocks: RangeSet) -> str:
-    return "blocks " + (", ".join(f"{item.start}-{item.end - 1}" for item in blocks.ranges) or "none")

@@ -68,22 +68,21 @@ class Loads:
         if plan is None:
             return 0
         now, synchronous, groups = self.tiers.clock(), not match.load_kv_async, self.groups
-        blocks = BlockRange(plan.blocks.start, num_blocks_for(num_tokens, self.groups.block_size))
+        blocks = BlockRange(plan.blocks.start, -(-num_tokens // groups.block_size))
         state = self.requests.live[plan.request_id]
         leases = plan.leases
         keep = self._cut(plan, state, num_tokens) if num_tokens < plan.promised_tokens else leases
-        tables = groups.tables(plan.request_id, lambda: block_ids)
-        runs = groups.placed(plan.slots, tables)
+        runs, loaded, beside = groups.placed(plan.slots, groups.tables(plan.request_id, lambda: block_ids), blocks)
         if keep is None or not runs:
             self.ledger.abort(plan, EndReason.REFUSED)
             for pin in keep if keep is not None and keep is not leases else ():
                 self.index.unpin(pin)
             return 0
         state.commit(num_tokens, blocks)
-        loaded = groups.count(runs)
         if synchronous:
             self.load_budget.spend(loaded)
-        self.requests.tags.fill(groups.loaded_blocks(tables, blocks), NO_TAG)
+        if beside:
+            self.requests.tags.fill(beside, NO_TAG)
         for run in runs:
             self.requests.tags.fill(run.block_ids, state.tag)
             self.saves.writeback.note_used(run)
@@ -103,7 +102,7 @@ class Loads:
         if num_tokens == 0:
             self.ledger.abort(plan, EndReason.DECLINED)
             return None
-        end = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
+        end = plan.blocks.start + -(-num_tokens // self.groups.block_size)
         is_named = self.groups.names_first  # `block_ids` are the first group's
         if num_tokens > plan.promised_tokens or (is_named and end > num_block_ids):
             raise PactViolation(
@@ -153,10 +152,12 @@ class Loads:
         self.tiers.metrics.observe("load_seconds", self.tiers.clock() - plan.renewed_at)
         if load.told:
             self.ledger.settle(plan, loaded=RangeSet(), failed=RangeSet.of(plan.committed_blocks), used_tokens=0)
-            self._drop_if_gone(job.request_id)
+            if job.request_id not in self.requests.live:
+                self.ledger.finish_request(job.request_id)
             return None
         outcome = load.outcome()
-        failed, late = outcome.failed.hull(), False
+        failed = outcome.failed.hull() if outcome.failed.ranges else None
+        late = False
         used = min(outcome.done.prefix_from(plan.blocks.start) * size, plan.committed_tokens)
         self.ledger.settle(
             plan, loaded=outcome.done, failed=outcome.failed, used_tokens=used if job.synchronous else None
@@ -174,12 +175,9 @@ class Loads:
             self.tiers.metrics.add("overdue_loads")
         elif failed is not None and self.tiers.arena.standing is not Standing.OPEN:  # else the check may have failed
             self._load_failed(load)
-        self._drop_if_gone(job.request_id)
+        if job.request_id not in self.requests.live:
+            self.ledger.finish_request(job.request_id)
         return LoadSettlement(job.request_id, outcome.done, outcome.failed, not job.synchronous, late)
-
-    def _drop_if_gone(self, request_id: str) -> None:
-        if request_id not in self.requests.live:
-            self.ledger.finish_request(request_id)
 
     # What is no longer trusted
 

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
+from typing import NamedTuple
 
 from kvpact.cache.jobs import PactLedger, PactPlan
-from kvpact.cache.needs.runs import NOTHING, Has, Run, linked, loose
+from kvpact.cache.needs.runs import NO_BLOCK, NOTHING, Has, Run, linked, loose
+from kvpact.errors import PactViolation
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, Pin, Reservation
@@ -24,6 +26,13 @@ NAMES_PER_SLOT, MAX_NAMES = 64, 1 << 20
 
 def _never(plan: PactPlan) -> bool:
     return False
+
+
+class Taken(NamedTuple):
+    """Slots for the first blocks of a run, and the pin that keeps the last of them."""
+
+    reservation: Reservation
+    pin: Pin
 
 
 @dataclass(eq=False)
@@ -44,13 +53,12 @@ class Memory:
         self.in_slots = Has(NOTHING.count, index.is_held) if is_named else self.has
 
     def lease(self, runs: Sequence[Run]) -> list[Pin]:
-        """Pins that keep these runs, of which memory has all; each run gets its slots."""
+        """Pins that keep these runs, which are used, and of which memory has all; each run gets its slots."""
         pins: list[Pin] = []
         for run in runs:
             if run.is_linked:
-                pin = self.index.pin(run.keys[-1])
+                pin, run.slots = self.index.lease(run.keys[-1], len(run.keys))
                 pins.append(pin)
-                run.slots = self.index.slots_to(pin.slot, len(run.keys))
             else:
                 held = self.index.pin_each(run.keys)
                 pins += held
@@ -95,6 +103,27 @@ class Memory:
         if run.is_linked:
             return self.index.reserve(run.chain, run.start, run.start + len(run.keys))
         return self.index.reserve_sides(run.keys, run.parents, run.slot_class)
+
+    def take(self, run: Run, share: Callable[[int], int]) -> Taken | None:
+        """Slots for as many blocks of a run as there is room for, of which it may have its `share`, and a pin on the
+        last of them; None if there is none, or the row that the run needs is not known."""
+        needed, index, wanted = run.needed, self.index, len(run.keys)
+        if needed != NO_BLOCK and needed not in index:
+            return None
+        # without this pin each question about the chain walks to its start
+        before = index.pin(needed) if needed != NO_BLOCK else None
+        try:
+            reservable = partial(index.reservable, needed, wanted, run.slot_class)
+            room = min(wanted, share(self.ledger.make_room(reservable, wanted)))
+            if not room:
+                return None
+            reservation = self.reserve(run if room == wanted else run.part(0, room))
+            if reservation is None:
+                raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
+            return Taken(reservation, index.pin(run.keys[room - 1]))
+        finally:
+            if before is not None:
+                index.unpin(before)
 
 
 def index_of(arena: Arena, groups: GroupSet, classes: Sequence[int]) -> BlockIndex:

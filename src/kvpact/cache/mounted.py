@@ -15,7 +15,7 @@ from kvpact import __version__
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
-from kvpact.cache.ledger import Plan
+from kvpact.cache.plan import Plan
 from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.status import EngineStatus, status_of
 from kvpact.cache.status_socket import StatusSocket

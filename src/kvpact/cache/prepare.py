@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from kvpact.cache.finder import Finder
 from kvpact.cache.jobs import PactLedger, PactPlan, TransferJobs
-from kvpact.cache.ledger import State
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.lookup import Availability, Limits, Lookup, Miss, Phase, Stage, Wait, decide
 from kvpact.cache.memory import Memory
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.match import Needs
+from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Lacking, Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
@@ -148,7 +148,7 @@ class Planner:
         if refused is not None:
             return self._miss(name, state, start, Miss(refused))
         plan, now = self.ledger.find(name), self.tiers.clock()
-        if plan is not None and plan.state is State.LOADING:
+        if plan is not None and plan.state is PlanState.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
         if plan is not None and plan.postponed is not None and self.memory.lost_any(plan.slots):
             self.ledger.end(name, EndReason.SUPERSEDED)
@@ -158,7 +158,7 @@ class Planner:
         usable = _usable_blocks(loadable, state)
         if plan is not None and (plan.blocks.start != start or plan.blocks.end > usable):
             plan = None
-        if plan is not None and plan.state is State.PLANNED:
+        if plan is not None and plan.state is PlanState.PLANNED:
             return self._match(plan)
         keys = self._keys_to(request, state, start, usable)
         if keys is None:
@@ -180,7 +180,7 @@ class Planner:
             return MissReason.UNALIGNED
         if state.loads_without_progress >= MAX_LOADS_WITHOUT_PROGRESS:
             return MissReason.CROWDED
-        return MissReason.OVERDUE if self.jobs.is_stuck else None
+        return MissReason.OVERDUE if self.jobs.given_up else None
 
     def _look_up(self, probe: _Probe) -> ExternalKVMatch | Wait:
         """Collect the facts once, decide, and carry that out."""
@@ -193,7 +193,7 @@ class Planner:
         available = self.finder.find(state, needs, probe.now)
         if plan is None:
             record.found = available
-        if plan is None and probe.now < deadline and self.finder.asks_shared:
+        if plan is None and self.tiers.shared and probe.now < deadline and self.finder.asks_shared:
             self.finder.ask(state, needs, available)
         if plan is not None:
             phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
@@ -202,7 +202,7 @@ class Planner:
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
             end, has_news = len(needs.keys), state.lookups.start < 0 and asked is not None
         lacking = silent = None
-        if available.stored > available.resident:
+        if available.by_tier and available.stored > available.resident:
             missing = needs.missing(available.stored, self.memory.has)
             lacking = self.reads.lacking(missing, available.by_tier, state.tier_lookup)
         if available.by_tier and available.resident < len(probe.needs.keys):
@@ -259,7 +259,8 @@ class Planner:
 
     def loadable_blocks(self, request: EngineRequest) -> int:
         """Blocks before the request's last token that a match may have: whole ones of every group."""
-        return self.groups.whole((len(request.token_ids) - 1) // self.groups.block_size)
+        rows = (len(request.token_ids) - 1) // self.groups.block_size
+        return rows - rows % self.groups.match_rows
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
@@ -443,14 +444,14 @@ class Planner:
 
     def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
         state, keys, now = probe.state, probe.needs.keys, probe.now
+        end = blocks.start + blocks.count
         if not promised:
             state.lookups.note(blocks.start, None, None, self.tiers.metrics, state.record)
-        self.index.touch(keys[blocks.end - 1])
         if promised:
-            slots = probe.needs.runs(blocks.end)
+            slots = probe.needs.runs(end)
             leases = self.memory.lease(slots)
         else:
-            slots, leases = [], [self.index.pin(keys[blocks.end - 1])]
+            slots, leases = [], [self.index.lease(keys[end - 1], 0)[0]]
         return self.ledger.open_plan(
             probe.request_id,
             blocks,

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvpact.cache.ledger import Plan
 from kvpact.cache.lookup import Availability
+from kvpact.cache.plan import Plan
 from kvpact.errors import NAME_CHARS, kept_id, printable
 from kvpact.metrics import EndReason, MissReason
 
@@ -93,7 +93,9 @@ class Records:
         record = self._by_id.get(kept_id(plan.request_id))
         if record is not None:
             record.plans += 1
-            record.blocks, record.ended = (plan.blocks.start, plan.blocks.end), plan.reason
+            start = plan.blocks.start
+            record.blocks = start, start + plan.blocks.count
+            record.ended = plan.reason
             record.promised_tokens += plan.promised_tokens
             record.committed_tokens += plan.committed_tokens
             record.loaded_tokens += plan.loaded_tokens

@@ -145,9 +145,10 @@ class RequestState:
         self.tail_tag, self.quiet_until = self.tag, 0
         self.computed += num_tokens
         self.loads_without_progress += 1
-        if rows.start <= self.sound < rows.end:
-            self.sound = rows.end
-        self.loaded_rows = rows.end
+        end = rows.start + rows.count
+        if rows.start <= self.sound < end:
+            self.sound = end
+        self.loaded_rows = end
 
     def drop_lookup(self) -> None:
         """Stop asking the tiers for the request."""
@@ -178,11 +179,13 @@ class Requests:
     block_size: int = field(init=False)
     _chain_digest: bytes = field(init=False)
     """What the keys of all chains begin with besides the namespace."""
+    _tokens_ahead: int = field(init=False)
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.block_size = self.groups.block_size
         self._chain_digest = self.groups.chain_digest
+        self._tokens_ahead = self.groups.tokens_ahead
 
     def of(self, request: EngineRequest) -> RequestState:
         """The request's state, a new one if there is none."""
@@ -228,7 +231,7 @@ class Requests:
 
     def _identify(self, request_id: str, state: RequestState, identity: RequestIdentity | None) -> None:
         """The request is new or has grown, or a new epoch began: its blocks have other keys from some block on."""
-        epochs, before, kept = self.epochs, state.identity, 0
+        epochs, before, kept, is_new = self.epochs, state.identity, 0, state.keys is None
         same_epoch = state.generation == epochs.generation
         state.identity, state.generation = identity, epochs.generation
         state.tag = self.tags.tag_of(epochs.generation, identity.adapter) if identity is not None else NO_TAG
@@ -238,12 +241,13 @@ class Requests:
             kept = state.keys.renew(identity)
         else:
             root = self.namespace, self.block_size, identity, epochs.current, self._chain_digest
-            state.keys = BlockKeys(*root, ahead=self.groups.tokens_ahead)
+            state.keys = BlockKeys(*root, ahead=self._tokens_ahead)
         state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
         state.loose_keys.clear()
         if state.waiting.told in (Told.LATER, Told.NO_ROOM):
             state.waiting.note(Event.CHANGED)
-        self.renamed(request_id, state, kept)
+        if not is_new:
+            self.renamed(request_id, state, kept)
 
     def may_wait_anew(self, request_id: str) -> None:
         """It was the engine that kept the request waiting: it may wait for tiers once more (P11)."""

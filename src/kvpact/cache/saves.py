@@ -14,14 +14,13 @@ from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.memory import Memory
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.owed import Computed, Owed
-from kvpact.cache.needs.runs import NO_BLOCK, linked, loose
+from kvpact.cache.needs.runs import linked, loose
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.waiting import Queue
 from kvpact.cache.writeback import WriteBack
 from kvpact.contract import BlockHolder
-from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.identity.tags import BlockTags
+from kvpact.identity.tags import BlockTags, Tag
 from kvpact.metrics import MEMORY
 
 
@@ -62,68 +61,55 @@ class Saves:
         lazy, groups, start = self.lazy, self.groups, computed.start
         keys = computed.names.extend(computed.token_ids, computed.end)
         named = min(computed.end, len(keys))
-        held = min(named, self.memory.index.known_prefix(keys))
+        held = min(named, self.memory.index.known_prefix(keys, min(start, len(keys) - 1)))
         if held and (held == named or lazy is not None):
             self.memory.index.touch(keys[held - 1])
             if self.tiers.clients:
                 self.writeback.note_used(linked(keys[:named]))
         sound = min(named, computed.sound)
         if held < computed.first:
+            held = self.memory.know(keys[:sound])
+        if held < computed.first:
             return start, 0  # the piece before it was not saved
         run = groups.linked_run(computed, keys, held if lazy is None else min(start, sound), sound)
         saved = 0
         if run is not None:
             is_held = computed.is_held and len(run.keys) == len(computed.ids)
-            saved = self._owe(Owed(computed.request_id, run, is_held=is_held), computed, now)
+            saved = self._owe(Owed(computed.request_id, run, is_held=is_held), computed.tag, now)
         if computed.loose:
             rows = sound if lazy is not None and groups.row_bytes else self.memory.know(keys[:sound])
             for run in groups.loose_runs(computed, keys, rows, known, self.tags):
                 parts, used = ([run], ()) if lazy is not None else run.unknown_parts(self.memory.index.__contains__)
                 self.writeback.note_used(loose(used))  # tiers may have lost them
                 for part in parts:
-                    self._owe(Owed(computed.request_id, part), computed, now)
+                    self._owe(Owed(computed.request_id, part), computed.tag, now)
         return sound, saved
 
-    def _owe(self, owed: Owed, computed: Computed, now: float) -> int:
+    def _owe(self, owed: Owed, tag: Tag, now: float) -> int:
         if self.lazy is None:
             return self.order(owed, now)
-        self.lazy.note(owed.request_id, owed.run, computed.tag)
+        self.lazy.note(owed.request_id, owed.run, tag)
         return 0
 
     def order(self, owed: Owed, now: float) -> int:
         """Order a save of as many blocks as there is room for, and drop those after them; returns their number."""
-        needed, index = owed.run.needed, self.memory.index
-        if needed == NO_BLOCK:
-            return self._order(owed, now)
-        if needed not in index:
-            self.tiers.metrics.add("dropped_blocks", len(owed.run.keys))
+        wanted, metrics = len(owed.run.keys), self.tiers.metrics
+        taken = self.memory.take(owed.run, self.queue.room_to_save)
+        if taken is None:
+            metrics.add("dropped_blocks", wanted)
             return 0
-        before = index.pin(needed)  # else each question about the chain walks to its start
-        try:
-            return self._order(owed, now)
-        finally:
-            index.unpin(before)
-
-    def _order(self, owed: Owed, now: float) -> int:
-        wanted = len(owed.run.keys)
-        room = min(wanted, self.queue.room_to_save(self.memory.room_for(owed.run, wanted)))
-        if room < wanted:
-            self.tiers.metrics.add("dropped_blocks", wanted - room)
-            owed = owed.part(room)
-        if not room:
-            return 0
-        run = owed.run
-        reservation = self.memory.reserve(run)
-        if reservation is None:
-            raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
-        run.slots = reservation.slots
-        self.tiers.metrics.add("evicted_blocks", reservation.evicted, MEMORY)
-        pin = self.memory.index.pin(run.keys[-1])
+        slots, evicted = taken.reservation.slots, taken.reservation.evicted
+        if len(slots) < wanted:
+            metrics.add("dropped_blocks", wanted - len(slots))
+            owed = owed.part(len(slots))
+        if evicted:
+            metrics.add("evicted_blocks", evicted, MEMORY)
+        owed.run.slots = slots
         if self.context is not None and not owed.is_held:
             for part in filter(None, owed.in_turn):
                 self.context.touch(part)
-        self.jobs.order_save(owed, pin, now)
-        return room
+        self.jobs.order_save(owed, taken.pin, now)
+        return len(slots)
 
     def settle(self, save: SaveState) -> int:
         """All ranks have reported: release the engine's blocks, and offer the tiers what was saved; its blocks."""

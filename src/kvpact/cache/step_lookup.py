@@ -54,6 +54,8 @@ class StepLookups:
 
     def end_step(self) -> tuple[StepLookup, ...]:
         """The lookups to tell the workers of; the next step begins empty."""
+        if not self._ordered:
+            return ()
         ordered, self._ordered = tuple(self._ordered), []
         return ordered
 
@@ -62,7 +64,7 @@ class StepLookups:
         for lookup in self.end_step():
             del self._open[lookup.job_id]
 
-    def note_reads(self, reads: Sequence[StoreRead]) -> None:
+    def _note_reads(self, reads: Sequence[StoreRead]) -> None:
         """Note one rank's reads; reads of lookups that have ended are ignored."""
         for read in reads:
             if (task := self._open.get(read.job_id)) is not None:
@@ -80,7 +82,10 @@ class StepLookups:
         What failed on a rank is not looked up for the request again.
         """
         settled: list[LoadSettlement] = []
-        for rank, outcomes in report.ranks.items() if self._open else ():
+        if not self._open:
+            return settled
+        self._note_reads(report.reads)
+        for rank, outcomes in report.ranks.items():
             for job_id, outcome in outcomes.items():
                 task = self._open.get(load_id(job_id))
                 if task is None:

@@ -88,11 +88,11 @@ class WriteBack:
 
     def note_used(self, run: Run) -> None:
         """Blocks of the arena are used: offer them to tiers that get what is used twice, or that may have lost them."""
-        if not self._is_trusted:
+        if (self.seen_once is None and not self.tiers.shared) or not self._is_trusted:
             return
         if self.seen_once is not None:
             self.offer(run)
-        elif self.tiers.shared and (held := run.held(self.memory.in_slots)).keys and self._lacks(held.kept_by):
+        elif (held := run.held(self.memory.in_slots)).keys and self._lacks(held.kept_by):
             self.note_saved(run)
 
     def offer_some(self) -> None:

@@ -6,7 +6,6 @@ bytes in a slot, a clock or a lock; its owner does I/O and serialises calls.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -34,6 +33,9 @@ class Pin:
     key: BlockKey
     slot: int
     active: bool = True
+
+
+_KNOWN = (RESERVED, SAVED, HELD)
 
 
 class BlockIndex:
@@ -73,13 +75,33 @@ class BlockIndex:
     # Lookups
 
     def held_prefix(self, keys: Sequence[BlockKey], end: int | None = None) -> int:
-        """Number of blocks from the start of the chain `keys[:end]` that may be served. O(log n) probes (H55)."""
-        return bisect_left(keys, True, hi=end, key=lambda key: not self.is_held(key))
+        """Number of blocks from the start of the chain `keys[:end]` may be served. O(log n) probes (H55)."""
+        end = len(keys) if end is None else end
+        return self._prefix(keys, end, end - 1, (HELD,))
 
-    def known_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Number of blocks from the start of the chain `keys` that are held or being written. O(log n)."""
+    def known_prefix(self, keys: Sequence[BlockKey], near: int = 0) -> int:
+        """Number of blocks from the start of the chain `keys` need not be saved: held, or on their way. O(log n).
+
+        Fewest probes if the first unknown one is `near`.
+        """
+        return self._prefix(keys, len(keys), near, _KNOWN)
+
+    def _prefix(self, keys: Sequence[BlockKey], end: int, at: int, states: tuple[int, ...]) -> int:
+        """Number of blocks of `keys[:end]` from the first on that are in one of `states`; the first probe is `at`.
+
+        By bisection, as a chain is known, and held, up to some block.
+        """
         find = self._table.keys.find
-        return bisect_left(keys, True, key=lambda key: find(key) == NONE)
+        state = self._table.state
+        first = 0
+        while first < end:
+            row = find(keys[at])
+            if row != NONE and state[row] in states:
+                first = at + 1
+            else:
+                end = at
+            at = (first + end) // 2
+        return first
 
     def is_held(self, key: BlockKey) -> bool:
         """True if the block and every block before it are filled."""
@@ -354,6 +376,12 @@ class BlockIndex:
         self._pinned += 1
         self._table.hold(row)
         return Pin(key, row)
+
+    def lease(self, key: BlockKey, count: int) -> tuple[Pin, Sequence[int]]:
+        """Pin `key`, count its use, and return the pin with the slots of the last `count` blocks up to it."""
+        pin = self.pin(key)
+        self._table.policy.used((pin.slot,))
+        return pin, self.slots_to(pin.slot, count)
 
     def pin_each(self, keys: Sequence[BlockKey]) -> list[Pin]:
         """Pin and touch each of `keys`. Raises PactViolation if one is unknown."""

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpact.cache.needs.owed import Computed
 from kvpact.cache.needs.runs import NAMES, Run, runs_of
@@ -22,6 +23,16 @@ logger = logging.getLogger(__name__)
 
 Tables = Sequence[Sequence[int]]
 """The engine's blocks of a request, by group."""
+
+
+class Placed(NamedTuple):
+    """Runs of a match with the engine's blocks, without blocks for which the engine has none."""
+
+    runs: Sequence[Run]
+    blocks: int
+    """The number of blocks that are copied."""
+    beside: Sequence[int]
+    """The engine's blocks that the load's rows have of loose groups: the load fills those that the match needs."""
 
 
 @dataclass(eq=False)
@@ -47,6 +58,8 @@ class EngineGroups:
     """A match is a multiple of so many rows."""
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
+    chain_class: int = field(init=False)
+    """The class of rows' slots."""
     row_bytes: int = field(init=False)
     """Bytes of a row; 0 if rows have no bytes."""
     names_first: bool = field(init=False)
@@ -63,7 +76,8 @@ class EngineGroups:
         self.smallest_block = min(group.block_size for group in groups.groups)
         self.shows_all = not groups.sides
         self.names_first = groups.chain == 0
-        self.row_bytes = self.bytes_of(groups.chain) if groups.chain is not None else 0
+        self.chain_class = self.class_of(groups.chain) if groups.chain is not None else len(self.class_bytes)
+        self.row_bytes = self.class_bytes[self.chain_class] if groups.chain is not None else 0
 
     def bind(self, context: BlockHolder) -> None:
         """The engine offers its block tables."""
@@ -119,22 +133,24 @@ class EngineGroups:
         is_null = self._is_null
         return [block_id for block_id in block_ids if not is_null[block_id]]
 
-    def placed(self, runs: Iterable[Run], tables: Tables) -> list[Run]:
-        """Runs in slots with the engine's blocks; blocks for which the engine has none are left out."""
+    def placed(self, runs: Iterable[Run], tables: Tables, rows: BlockRange) -> Placed:
+        """A load of runs in slots, which are of these rows, into the engine's blocks."""
         found: list[Run] = []
+        blocks = 0
         for run in runs:
             if run.group == NAMES:
                 continue
             ids = run.block_ids = tables[run.group][run.start : run.start + len(run.slots)]
             if run.is_linked:
                 found.append(run)
+                blocks += len(ids)
             else:
                 there = [at for at, block_id in enumerate(ids) if not self.is_null(block_id)]
                 found += [run.part(first, last) for first, last in runs_of(there)]
-        return found
+                blocks += len(there)
+        return Placed(found, blocks, self._beside(tables, rows) if self.groups.sides else ())
 
-    def loaded_blocks(self, tables: Tables, rows: BlockRange) -> list[int]:
-        """The engine's blocks that a load of these rows has for loose runs; it fills those that the match needs."""
+    def _beside(self, tables: Tables, rows: BlockRange) -> list[int]:
         size, found = self.groups.block_size, list[int]()
         for number in self.groups.sides:
             per_block = self.groups.groups[number].block_size
@@ -196,8 +212,7 @@ class EngineGroups:
         chain, ids = self.groups.chain, computed.ids[start - computed.first : end - computed.first]
         if chain is None or start >= end:
             return None
-        of_class = self.class_of(chain)
-        return Run(chain, start, keys[start:end], keys, range(start, end), of_class, block_ids=tuple(ids))
+        return Run(chain, start, keys[start:end], keys, range(start, end), self.chain_class, block_ids=tuple(ids))
 
     def loose_runs(
         self,
@@ -234,7 +249,10 @@ class EngineGroups:
 
     def count(self, runs: Iterable[Run]) -> int:
         """Blocks of a match that are copied."""
-        return sum([len(run.slots) for run in runs if run.group != NAMES])
+        blocks = 0
+        for run in runs:
+            blocks += len(run.slots) if run.group != NAMES else 0
+        return blocks
 
     def part_of_match(self, rows: int) -> int:
         """The most rows, at most so many, that are a match wherever a longer one is; 0 if none is for sure."""

@@ -75,15 +75,14 @@ class Needs:
 
     def linked(self, first: int, end: int) -> Run:
         """The rows [first, end) of the chain."""
-        chain, rows = self.of.groups.chain, range(first, end)
-        if chain is None:
-            return Run(NAMES, first, self.keys[first:end], self.keys, rows, len(self.of.class_bytes))
-        return Run(chain, first, self.keys[first:end], self.keys, rows, self.of.class_of(chain))
+        chain = self.of.groups.chain
+        group = chain if chain is not None else NAMES
+        return Run(group, first, self.keys[first:end], self.keys, range(first, end), self.of.chain_class)
 
     def runs(self, rows: int) -> list[Run]:
         """The runs of a match of so many rows, the linked one first."""
-        found = [self.linked(self.start, rows)]
-        return [*found, *self._loose(rows)] if self.of.groups.sides else found
+        found = self.linked(self.start, rows)
+        return [found, *self._loose(rows)] if self.of.groups.sides else [found]
 
     def loose_keys(self, *ends: int) -> Sequence[BlockKey]:
         """The keys of the loose blocks that matches up to these rows need, each once."""
