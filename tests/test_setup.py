@@ -246,9 +246,7 @@ def test_the_tests_without_an_engine_run_on_python_3_13_without_vllm(machine: Ma
     *_, installs, tests = machine.calls
     assert installs.split()[-6:] == ["--constraint", "constraints.txt", "--editable", ".[dev]", "--editable", "./kit"]
     assert tests.startswith("-m pytest -n 2 ")
-    folders = [word for word in tests.split() if "tests/" in word]
-    assert len(folders) == 6
-    assert all((REPOSITORY / folder).is_dir() for folder in folders)
+    assert tests.endswith(" -m not real and not soak and not proof")
 
 
 def test_make_check_makes_and_uses_the_environment_that_is_named(machine: Machine) -> None:
