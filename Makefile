@@ -14,10 +14,10 @@ BENCHMARKS := limits copy tiers index imports lifecycle running flood step_time 
 help:
 	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
 	@echo 'make gpu    what only a GPU can prove, with the packages that are there: no network is needed'
-	@echo 'make check  format, lint, types, and the tests that need no engine and no server: three minutes'
+	@echo 'make check  format, lint, types, counts, and all tests that need no engine and no server: three minutes'
 	@echo 'make test   format, lint, types, all tests'
 	@echo 'make test-3.13  the tests that need no engine on Python 3.13, in .venv-3.13, where the machine has it'
-	@echo 'make lint   format, lint, types, and how many lines of code there are'
+	@echo 'make lint   format, lint, types, and that there are no more lines of code and words than may be'
 	@echo 'make bench  the benchmarks that show what is fast; python -m benchmarks lists all'
 	@echo 'make proofs what takes real engines longest, in a short form; what fails is run once more'
 	@echo 'make soak   the proofs, and the long form of what has one'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 from at_the_end import end_all
 from kvpact_testkit.demo.engine import CORES
+from reached import loads_engine, needs_engine_or_server, starts_engine_or_server
 
 # An example's time says more about a busy machine than about the code; pytest-timeout ends what hangs.
 settings.register_profile("kvpact", deadline=None)
@@ -91,15 +93,42 @@ def only_proofs(config: pytest.Config) -> bool:
     return bool(config.getoption("markexpr").startswith("proof"))
 
 
+HOUSE = ("tests/test_house.py", "tests/test_count_lines.py")
+"""`make check` runs the rules of the house first."""
+
+
+def without_engines_and_servers(config: pytest.Config) -> bool:
+    """Whether this is a run of the tests that need neither."""
+    return "not real" in config.getoption("markexpr")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where no test may need an engine, no file is loaded that loads vLLM."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return (is_test and without_engines_and_servers(config) and loads_engine(collection_path)) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Skip a test that asks for a server only now, by `request.getfixturevalue`."""
+    if without_engines_and_servers(request.config) and starts_engine_or_server(fixturedef.func):
+        pytest.skip("needs a real engine or server")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Engines take longest and begin first; of the proofs, of which each file is apart, the longest files."""
+    """Mark what needs an engine or a server `real`. The house comes first, then engines, which take longest; of the
+    proofs, of which each file is apart, the longest files."""
     proofs = only_proofs(config)
 
-    def rank(item: pytest.Item) -> tuple[int, bool, int]:
+    def rank(item: pytest.Item) -> tuple[int, bool, bool, int]:
         long = next((place for place, file in enumerate(LONGEST) if item.nodeid.startswith(file)), len(LONGEST))
-        return long if proofs else 0, not item.nodeid.startswith(ENGINES), long
+        is_house = without_engines_and_servers(config) and item.nodeid.startswith(HOUSE)
+        return long if proofs else 0, not is_house, not item.nodeid.startswith(ENGINES), long
 
     for item in items:
+        if item.get_closest_marker("engine") or needs_engine_or_server(item):
+            item.add_marker("real")
         needs_engine = item.get_closest_marker("engine") or "tiny_model" in getattr(item, "fixturenames", ())
         if needs_engine and not item.nodeid.startswith(ENGINES):
             raise pytest.UsageError(f"{item.nodeid} starts an engine; its file must be among ENGINES in {__file__}")

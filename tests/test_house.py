@@ -689,24 +689,15 @@ def test_a_docstring_can_be_read_alone() -> None:
     assert found == []
 
 
-def test_what_runs_without_an_engine_imports_none_at_once() -> None:
-    """`make check` and `make test-3.13` run these folders where neither torch nor vLLM is installed."""
+def test_nobody_marks_what_needs_an_engine_or_a_server_by_hand() -> None:
+    """`make check` and `make test-3.13` run all tests that need neither; `conftest.py` finds out which do."""
     script = (ROOT / "scripts" / "test_without_engine.sh").read_text()
-    folders = re.findall(r"\w+", script[script.index(" tests/{") + len(" tests/{") : script.rindex("}")])
-    assert len(folders) > 4
-    found = [
-        f"{path.relative_to(ROOT)}: {name}"
-        for folder in [ROOT / "kit" / "tests" / "engine", *(ROOT / "tests" / name for name in folders)]
-        for path in folder.rglob("test_*.py")
-        for node in ast.parse(path.read_text()).body
-        for name in imported(node)
-        if name.partition(".")[0] in ("torch", "vllm")
+    assert "-m 'not real and not soak and not proof'" in script
+    marked = [
+        path.name
+        for folder in ("tests", "kit/tests")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr == "real" and ast.unparse(node.value).endswith("mark")
     ]
-    assert found == []
-
-
-def imported(node: ast.stmt) -> list[str]:
-    """The modules that a statement imports."""
-    if isinstance(node, ast.ImportFrom):
-        return [node.module or ""]
-    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    assert marked == []
