@@ -38,7 +38,7 @@ def test_h129_more_memory_than_the_machine_has_is_refused_before_vllm_begins(tmp
     code, output, (said,) = typed(f"kvpact serve my/model --memory {TOO_MUCH} --port 1", fake_vllm_in(tmp_path))
     assert (code, output) == (1, "")
     assert said.startswith(f"kvpact: memory={TOO_MUCH}: this machine or its container has ")
-    assert " in all; set `memory` to what it and the model can share, such as " in said
+    assert " in all; set `memory` to leave room for the model, such as " in said
     right = said.rpartition(" ")[2]
     code, output, _ = typed(f"kvpact serve my/model --memory {right}", fake_vllm_in(tmp_path / "again"))
     assert code == 7, "vLLM was started"

@@ -90,7 +90,7 @@ def test_h123_what_a_writer_killed_in_a_put_leaves_is_shown_and_goes_after_an_ho
         shown = CliRunner().invoke(app, ["inspect", f"file://{tmp_path}", "--json"])
         assert json.loads(shown.output)["unfinished_bytes"] == size
         shown = CliRunner().invoke(app, ["inspect", f"file://{tmp_path}"])
-        assert "MiB in files that are being written" in shown.output
+        assert "MiB in unfinished files, being written" in shown.output
         assert left.exists(), "a tool removes nothing"
         an_hour_later(monkeypatch)
         with closing(open_store(tmp_path)):
