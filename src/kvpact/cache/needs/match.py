@@ -141,9 +141,7 @@ class Needs:
 
     def up_to(self, rows: int) -> Needs:
         """The needs of matches of at most so many rows, where longer ones have other loose blocks."""
-        if not self.of.groups.sides:
-            return self
-        return Needs(self.of, self.keys[:rows], self.start, self.known)
+        return Needs(self.of, self.keys[:rows], self.start, self.known) if self.of.groups.sides else self
 
     def worth_asking(self, memory: Has, tiers: Callable[[bool], Sequence[Has]], rows: int) -> Sequence[BlockKey]:
         """Keys of loose blocks that neither memory nor a tier has for sure, and that make a match within `rows` longer

@@ -86,11 +86,6 @@ class Run:
         return self.chain[: self.start + len(self.keys)] if self.is_linked else self.keys
 
     @property
-    def new_from(self) -> int:
-        """The first of `names` that is the run's own."""
-        return self.start if self.is_linked else 0
-
-    @property
     def kept_by(self) -> Sequence[BlockKey]:
         """The keys whose pins keep the run."""
         end = self.start + len(self.keys)
