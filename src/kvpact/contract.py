@@ -323,9 +323,8 @@ class JobTally:
     def complete(self) -> bool:
         """True once all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
         reports = self._outcomes.values()
-        blocks = self._blocks
-        are_whole = {each.done == blocks or len(each.done) + len(each.failed) == len(blocks) for each in reports}
-        return len(reports) == self._ranks and False not in are_whole
+        count = len(self._blocks)
+        return len(reports) == self._ranks and {len(each.done) + len(each.failed) for each in reports} == {count}
 
     def loaded(self) -> JobOutcome:
         """For a load: the failed blocks are the hull over ranks, the others arrived."""

@@ -43,6 +43,12 @@ class Offloader:
     def bind(self, context: BlockHolder) -> None:
         """Hold blocks through `context` while they are copied; its free queue says when to save lazily."""
         self.groups.bind(context)
+        if not self.groups.shows_all:
+            logger.warning(
+                "kvpact: the model has %d KV cache groups, and this engine does not show the blocks of each: nothing "
+                "is stored or served",
+                len(self.groups.groups.groups),
+            )
         lazy = None
         if self.config.save == "lazy" and self.groups.shows_all:
             if isinstance(context, SchedulerContext):

@@ -5,7 +5,6 @@ Applies `identity/groups.py`. Owns which of the engine's blocks are null blocks;
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import BlockTags, Tag
 from kvpact.ranges import BlockRange
-
-logger = logging.getLogger(__name__)
 
 Tables = Sequence[Sequence[int]]
 """The engine's blocks of a request, by group."""
@@ -84,12 +81,6 @@ class EngineGroups:
         self._context = context if isinstance(context, SchedulerContext) else None
         self._is_null.clear()
         self.shows_all = self._context is not None or not self.groups.sides
-        if not self.shows_all:
-            logger.warning(
-                "kvpact: the model has %d KV cache groups, and this engine does not show the blocks of each: nothing "
-                "is stored or served",
-                len(self.groups.groups),
-            )
 
     def class_of(self, number: int) -> int:
         """The class of a group's slots."""
