@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 ENGINE_FIXTURES = {"tiny_model", "engine_pool", "start_engine"}
 """Of `engines.py`."""
 
-WALKED = tuple(f"{ROOT / folder}/" for folder in ("tests", "testbeds", "kit/tests"))
+WALKED = tuple(f"{ROOT / folder}/" for folder in ("tests", "testbeds", "kit/tests", "benchmarks"))
 """Folders whose functions are walked; what the product and the kit call is theirs."""
 
 IMPORTED_FROM = ("src", "kit/src", "testbeds", "tests", ".")
@@ -109,6 +109,8 @@ def _reach(these: Iterable[tuple[type | None, Any]]) -> bool:
         elif isinstance(thing, FunctionType) and thing.__code__.co_filename.startswith(WALKED):
             codes = [*_codes(thing.__code__)]
             names = {name for code in codes for name in code.co_names}
+            if any(_is_of_engine(name) for name in names if "." in name or name == "vllm"):
+                return True
             if "importorskip" in names and any("vllm" in code.co_consts for code in codes):
                 return True
             left += [(None, thing.__globals__[name]) for name in names if name in thing.__globals__]
@@ -116,6 +118,11 @@ def _reach(these: Iterable[tuple[type | None, Any]]) -> bool:
         elif isinstance(thing, classmethod | staticmethod | property):
             left.append((owner, thing.fget if isinstance(thing, property) else thing.__func__))
     return False
+
+
+def _is_of_engine(module: str) -> bool:
+    """Whether a module that a function imports is vLLM's, or loads vLLM."""
+    return module.partition(".")[0] == "vllm" or any(map(loads_engine, _files_of(module, ROOT)))
 
 
 def _starts(thing: Any) -> bool:
