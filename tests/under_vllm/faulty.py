@@ -142,7 +142,7 @@ class FaultyConnector(PactConnector):
         super().__init__(*args, **kwargs)
         self._side_by_side = self._free_blocks = 0
         if self._scheduler is not None:
-            methods = "on_new_request prepare end_step request_finished has_pending_work collect_stats"
+            methods = "on_new_request prepare end_step request_finished poll_idle collect_stats"
             wrap(self._scheduler, "scheduler", *methods.split())
         if self._worker is not None:
             wrap(self._worker, "worker", "start_loads", "wait_for_layer_load", "start_saves", "poll", "report")

@@ -24,7 +24,7 @@ DEADLINE = 1.0
 LOAD_FAULTS = ["cache.commit_external_match", "cache.end_step", "worker.start_loads", "engine.scatter"]
 OTHER_FAULTS = [
     *("scheduler.on_new_request", "scheduler.prepare", "scheduler.end_step", "scheduler.request_finished"),
-    *("scheduler.has_pending_work", "scheduler.collect_stats", "cache.prepare_external_match"),
+    *("scheduler.poll_idle", "scheduler.collect_stats", "cache.prepare_external_match"),
     *("cache.note_computed", "cache.request_finished", "worker.wait_for_layer_load", "worker.start_saves"),
     *("transfer.wait_for_layer", "transfer.wait_for_loads", "transfer.start_saves", "engine.gather"),
 ]

@@ -103,7 +103,7 @@ SCHEDULER_METHODS = [
     "scheduler.prepare",
     "scheduler.end_step",
     "scheduler.request_finished",
-    "scheduler.has_pending_work",
+    "scheduler.poll_idle",
     "scheduler.collect_stats",
     "cache.prepare_external_match",
     "cache.commit_external_match",
