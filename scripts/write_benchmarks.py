@@ -157,11 +157,11 @@ HEAD = """\
 # Benchmarks
 
 kvpact and other external KV caches for vLLM, each on a real engine with random weights. All engines of a table took
-turns in one run on one machine. Ratios are to a **local prefix hit** (the same prompt from the engine's own cache) or to
-an engine with **enough KV memory**, which never needs another cache. Figures are medians, in brackets quartiles (the least
-and the most of fewer than four); medians within each other's quartiles show no difference. A p99 of fewer than 100
-readings is about the longest. "-": not measured. Damaged stores: [peers.md](peers.md); all other measurements:
-[RESULTS.md](../benchmarks/RESULTS.md).
+turns in one run on one machine. Ratios are to a **local prefix hit** (the same prompt from the engine's own cache) or
+to an engine with **enough KV memory**, which never needs another cache. Figures are medians, in brackets quartiles
+(the least and the most of fewer than four); medians within each other's quartiles show no difference. A p99 of fewer
+than 100 readings is about the longest. "-": not measured. Damaged stores: [peers.md](peers.md); all other
+measurements: [RESULTS.md](../benchmarks/RESULTS.md).
 
 Written by `python scripts/write_benchmarks.py` from the rows in [benchmarks/figures](../benchmarks/figures).
 """
@@ -275,10 +275,8 @@ def files() -> dict[str, Row]:
 
 def written(found: Mapping[str, Row]) -> dict[Path, str]:
     """All files that this script writes, from these rows."""
-    texts, drawings = (
-        [HEAD.rstrip(), wrapped(f"Unless a table names another, the machine was: {MACHINE}.")],
-        dict[Path, str](),
-    )
+    texts = [HEAD.rstrip(), wrapped(f"Unless a table names another, the machine was: {MACHINE}.")]
+    drawings = dict[Path, str]()
     for section in SECTIONS:
         if section.name in found:
             texts.append(section_text(section, found[section.name]))
