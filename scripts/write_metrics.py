@@ -142,12 +142,8 @@ ALERT_RULES = (
 HEAD = f"""\
 # Metrics
 
-Written by `python scripts/write_metrics.py` from [kvpact/metrics.py](../src/kvpact/metrics.py). One proof has a real
-Prometheus scrape an engine under `kvpact serve` and asks it every query below
-(`tests/under_vllm/test_engine_metrics.py`).
-
-kvpact's metrics are on the server's own page, beside vLLM's: `curl -s localhost:8000/metrics | grep kvpact`. They need
-no option. For Prometheus:
+Written by `python scripts/write_metrics.py` from [kvpact/metrics.py](../src/kvpact/metrics.py).
+They are on the server's own page, beside vLLM's: `curl -s localhost:8000/metrics | grep kvpact`. For Prometheus:
 
 ```yaml
 scrape_configs:
@@ -159,15 +155,13 @@ rule_files: [prometheus-alerts.yml]
 
 - All names begin with `{PREFIX}`, and those of counters end in `_total`. All series have vLLM's labels `model_name` and
   `engine`, the number of a replica.
-- `tier` is `memory`, or what the tier's URL says: its option `name=`, as in `redis://cache?name=rack1`, or its kind:
-  `disk`, `directory`, `redis`, `object`, `mooncake`, the scheme of another package's tier. The second tier of a kind is
-  `redis-2`, and so on. `tier_info` has the URLs.
-- Engines report to their server once before the first request, then at most once a second, and once more before they
-  rest. `tier_up` has no series until the tier was asked, unless it is not reachable. Counters are complete. A histogram
-  gets up to 32 times a second for each of its series, drawn evenly: its quantiles are right, its `_count` is too low.
-  `steps` counts all steps.
+- `tier` is `memory`, or the option `name=` of the tier's URL, or its kind: `disk`, `directory`, `redis`, `object`,
+  `mooncake`, the scheme of another package's tier; the second tier of a kind is `redis-2`. `tier_info` has the URLs.
+- Engines report to their server once before the first request, then at most once a second. Counters are complete. A
+  histogram gets up to 32 evenly drawn times a second for each of its series: its quantiles are right, its `_count` is
+  too low.
 - `lookup_seconds` has lookups in tiers that engines share. A `disk` tier answers from the engine's memory.
-- A `PactTier` below [vLLM's offloading](offloading.md) has those of the metrics by tier that it can count.
+- A `PactTier` below [vLLM's offloading](offloading.md#metrics) has some of the metrics by tier.
 
 ## All of them
 """

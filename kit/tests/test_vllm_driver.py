@@ -170,7 +170,7 @@ STORE_AT_ONCE: dict[str, dict[str, Any]] = {
     },
     "simple": {**named(MemcpySimpleCPUOffloadConnector), "kv_connector_extra_config": simple_offloading.MEMORY},
 }
-"""vLLM's connectors that note in a step, as computed, what it computes: docs/company.md names all."""
+"""vLLM's connectors that note in a step, as computed, what it computes: docs/compatibility.md names all."""
 
 
 def all_loads_fail_beside(other: Mapping[str, Any], harness: Harness) -> None:

@@ -44,7 +44,6 @@ def test_the_guides_first_tier_breaks_what_the_guide_says(reader: Reader) -> Non
 
 
 def test_the_guides_table_names_what_exists() -> None:
-    for row in re.findall(r"^\| ([TH]\d+(?:, [TH]\d+)*) \|", GUIDE, re.MULTILINE):
-        assert set(row.split(", ")) <= TITLES.keys()
+    assert {*re.findall(r"\b[TH]\d+\b", GUIDE)} <= TITLES.keys()
     for name in re.findall(r"^\| `(\w+)", GUIDE, re.MULTILINE):
         assert hasattr(TierConformance, name)

@@ -1,6 +1,6 @@
 """kvpact in company: what it stores and serves again on real engines that do everything else that vLLM can do.
 
-docs/company.md has a row for each. What an engine does and sees stands in `company_scenes`, what it must be here.
+docs/compatibility.md has a row for each. What an engine does and sees stands in `company_scenes`, what it must be here.
 """
 
 from __future__ import annotations

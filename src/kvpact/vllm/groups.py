@@ -1,7 +1,7 @@
 """vLLM's KV cache groups as kvpact's: what each one keeps of a prefix, and which models cannot be served.
 
 Owns the meaning of vLLM's KV cache specifications, by the name of their class, and the digest under which a group's
-blocks are known. A specification that is not named here is refused: docs/vllm-hybrid.md lists them by release.
+blocks are known. A specification that is not named here is refused: docs/vllm-hybrid.md lists them.
 """
 
 from __future__ import annotations
