@@ -16,8 +16,10 @@ STEP_BUDGET_SECONDS = 0.2e-3
 """Seconds after which a scheduler step leaves what can wait to the next step. A step gets 1 ms (P11); one request costs
 less than a third of that at once, on a slow machine with cold caches."""
 
+CROWD_BUDGETS = 25
+MAX_CROWD_BUDGETS = 100
 
-CROWD_BUDGETS, MAX_CROWD_BUDGETS, CROWD_SHARE = 25, 100, 0.1
+CROWD_SHARE = 0.1
 """A step leaves further probes to the next one, even where memory alone answers them, after this share of the time that
 the last step took: at least 25 budgets, which are 5 ms, and at most 100. A step that answered a thousand of them at
 once would keep every decode waiting for 0.3 s. Less time would cost more than it spares: the engine asks each waiting
@@ -39,8 +41,10 @@ class StepBudget:
         self.limit = limit
         self.charged = 0.0
         """Seconds of the step's hooks that have ended."""
-        self.now, self.hook_began = perf_counter, perf_counter()
-        """The clock of hooks, in seconds, and when the running one began."""
+        self.now = perf_counter
+        """Clock of hooks, in seconds."""
+        self.hook_began = perf_counter()
+        """Time at which the running hook began."""
         self._probes = 0
         """Probes that this step answered, of requests whose last probe was not."""
         self._put_off = 0
@@ -75,7 +79,8 @@ class StepBudget:
         is put off for at most `timeout` seconds from when it was first told to ask later; then twice the budget counts,
         and if that is spent too, the request is declined.
         """
-        spent, was_answered = self.charged + perf_counter() - self.hook_began, waiting.told is Told.ANSWERED
+        spent = self.charged + perf_counter() - self.hook_began
+        was_answered = waiting.told is Told.ANSWERED
         if was_answered or spent > self.limit:
             if not cache.asks_shared:
                 if not was_answered and self._probes and spent > self._crowd:
@@ -106,9 +111,11 @@ class StepBudget:
         """End the scheduler's step; returns its cost in seconds."""
         self._owes_probe = bool(self._put_off and not self._probes)
         self._probes = self._put_off = 0
-        spent, self.charged = self.charged, 0.0
+        spent = self.charged
+        self.charged = 0.0
         now = monotonic()
-        lasted, self._ended_at = now - self._ended_at, now
+        lasted = now - self._ended_at
+        self._ended_at = now
         self._for_tiers = min(TIER_SHARE * lasted, CROWD_BUDGETS * self.limit)
         self._crowd = min(max(CROWD_BUDGETS * self.limit, CROWD_SHARE * lasted), MAX_CROWD_BUDGETS * self.limit)
         return spent

@@ -39,9 +39,11 @@ class IdleSteps:
         `begun` grows with each operation that begins, so that an equal number of other ones is told apart.
         """
         now = self.clock()
-        since, self._asked = now - self._asked, now
+        since = now - self._asked
+        self._asked = now
         if (under_way, begun) != self._seen:
-            self._seen, self._in_vain = (under_way, begun), 0.0
+            self._seen = (under_way, begun)
+            self._in_vain = 0.0
         elif self._in_vain < VAIN_SECONDS:
             self._in_vain += min(since, LONGEST_STEP_SECONDS)
             if self._in_vain >= VAIN_SECONDS:

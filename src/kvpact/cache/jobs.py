@@ -246,7 +246,8 @@ class TransferJobs:
         """
         parts = []
         for run in runs:
-            slots, ids = self._numbers(run.slots), tuple(run.block_ids)
+            slots = self._numbers(run.slots)
+            ids = tuple(run.block_ids)
             job = LoadJob(self._next_id(), plan.request_id, run.start, slots, ids, synchronous, run.group)
             parts.append(LoadPart(job, run, JobTally(job.blocks, self.ranks)))
             self._outbox.loads.append(job)
@@ -265,7 +266,8 @@ class TransferJobs:
     def order_save(self, owed: Owed, pin: Pin, now: float) -> SaveState:
         """After this step, copy the engine's blocks of a run into its slots; `pin` keeps the last of them."""
         run = owed.run
-        slots, ids = self._numbers(run.slots), tuple(run.block_ids)
+        slots = self._numbers(run.slots)
+        ids = tuple(run.block_ids)
         job = SaveJob(self._next_id(), owed.request_id, run.start, slots, ids, run.group)
         save = SaveState(job, owed, pin, JobTally(job.blocks, self.ranks), now, now + self.timeout)
         self.saves[job.job_id] = save

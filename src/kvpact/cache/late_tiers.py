@@ -113,7 +113,8 @@ class LateTiers:
 
     def poll(self) -> OpenTiers | None:
         """Tiers that were opened since the last call."""
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        self._opened = None
         return opened
 
     def close(self) -> None:
@@ -166,7 +167,8 @@ class LateTiers:
         urls = [self._config.tiers[number] for number in tiers]
         if planted := ", ".join(str(url) for url in urls if may_be_planted(url, self._seal)):
             logger.warning("kvpact: whoever can write to %s can plant KV there: no seal; see %s", planted, SECURITY)
-        threads, write_bytes = self._config.io_threads, self._config.write_queue
+        threads = self._config.io_threads
+        write_bytes = self._config.write_queue
         labels = tier_labels(self._config.tiers)
         queues = tuple(
             TierExecutor(tier, threads, write_bytes, woken_by_owner=True, label=labels[number])

@@ -74,7 +74,8 @@ class LoadBudget:
 
     def end_step(self) -> None:
         """The next step begins with the whole budget."""
-        self._running, self._computed = self._computed, set()
+        self._running = self._computed
+        self._computed = set()
         self._held.clear()
         self._left = self.blocks
 

@@ -67,7 +67,9 @@ class Loads:
         plan = self._taken(request_id, match, num_tokens, len(block_ids))
         if plan is None:
             return 0
-        now, synchronous, groups = self.tiers.clock(), not match.load_kv_async, self.groups
+        now = self.tiers.clock()
+        synchronous = not match.load_kv_async
+        groups = self.groups
         blocks = BlockRange(plan.blocks.start, -(-num_tokens // groups.block_size))
         state = self.requests.live[plan.request_id]
         leases = plan.leases
@@ -134,7 +136,8 @@ class Loads:
 
     def end_late(self, load: LoadState) -> LoadSettlement:
         """The engine continues without a load that ranks may still carry out; what is stored is not at fault."""
-        job, blocks = load.job, load.plan.committed_blocks
+        job = load.job
+        blocks = load.plan.committed_blocks
         self.tiers.metrics.add("overdue_loads")
         self.requests.not_again(job.request_id, blocks.start)
         if (state := self.requests.live.get(job.request_id)) is not None:
@@ -147,7 +150,9 @@ class Loads:
 
     def end(self, load: LoadState) -> LoadSettlement | None:
         """Settle a load that no rank can write to any more; None if the engine was told before."""
-        job, plan, size = load.job, load.plan, self.groups.block_size
+        job = load.job
+        plan = load.plan
+        size = self.groups.block_size
         self.jobs.end(load)
         self.tiers.metrics.observe("load_seconds", self.tiers.clock() - plan.renewed_at)
         if load.told:

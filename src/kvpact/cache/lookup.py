@@ -103,8 +103,11 @@ class Case:
     """The arguments of `decide`, with what the table's rows ask about them: attributes, as a row costs no call then."""
 
     def __init__(self, available: Availability, lookup: Lookup, limits: Limits, now: float) -> None:
-        self.available, self.lookup, self.limits = available, lookup, limits
-        resident, stored = available.resident, available.stored
+        self.available = available
+        self.lookup = lookup
+        self.limits = limits
+        resident = available.resident
+        stored = available.stored
         is_reading = lookup.phase is Phase.READING
         self.is_over = now >= lookup.deadline
         self.is_short = resident < lookup.end

@@ -74,12 +74,15 @@ class MountedCache:
         self.segments = [hello.segment for hello in hellos]
         self._may_have_counted = True
         """Whether counts may differ from those last offered to `stats_file`."""
-        self._is_given_up, self._metrics = False, metrics
+        self._is_given_up = False
+        self._metrics = metrics
         self.queues: tuple[TierExecutor, ...] = ()
         self.step_lookup: SupportsStepLookup | None = None
         self.store: SharedTierConfig | None = None
         """Where the workers look at a step's beginning; None if they do not."""
-        self._config, self._block_size, self._adapters = config, groups.block_size, adapters
+        self._config = config
+        self._block_size = groups.block_size
+        self._adapters = adapters
         arena, attached = attach_all(hellos)
         metrics.use_tiers(labels := tier_labels(config.tiers))
         for label, url in zip(labels, config.tiers, strict=True):

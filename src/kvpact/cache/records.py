@@ -71,7 +71,8 @@ class Records:
     """The last requests, by `kept_id`, the oldest first. Written by the scheduler's thread, read by any."""
 
     def __init__(self, clock: Callable[[], float], most: int = RECORDS) -> None:
-        self._most, self._clock = most, clock
+        self._most = most
+        self._clock = clock
         self._by_id: OrderedDict[str, RequestRecord] = OrderedDict()
         self.prompts = Prompts()
 

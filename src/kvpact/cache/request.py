@@ -110,7 +110,8 @@ class RequestState:
 
     def retag(self, tag: Tag) -> None:
         """What it fills from now on has another tag than what it has filled."""
-        self.tag, self.sound = tag, 0
+        self.tag = tag
+        self.sound = 0
 
     def begin_lookup(self, lookup: TierLookup) -> None:
         """The tiers are asked for it, once."""
@@ -118,9 +119,11 @@ class RequestState:
 
     def advance(self, computed_tokens: int) -> None:
         """After this step the engine has `computed_tokens` of the request."""
-        self.computed, self.quiet_until = computed_tokens, 0
+        self.computed = computed_tokens
+        self.quiet_until = 0
         if computed_tokens > self.max_computed:
-            self.max_computed, self.loads_without_progress = computed_tokens, 0
+            self.max_computed = computed_tokens
+            self.loads_without_progress = 0
 
     def tag_of_filled(self, before: int, computed: int, block_size: int) -> Tag:
         """The step computes tokens [before, computed), after `sound` is known: the tag of the blocks that it fills.
@@ -142,7 +145,8 @@ class RequestState:
     def commit(self, num_tokens: int, rows: BlockRange) -> None:
         """The engine takes `num_tokens` more from the cache, which reach into these rows."""
         self.waiting.note(Event.ANEW)
-        self.tail_tag, self.quiet_until = self.tag, 0
+        self.tail_tag = self.tag
+        self.quiet_until = 0
         self.computed += num_tokens
         self.loads_without_progress += 1
         end = rows.start + rows.count
@@ -201,7 +205,10 @@ class Requests:
     def probed(self, request: EngineRequest, computed_tokens: int) -> RequestState:
         """The state of a request for which the engine probes. It has `computed_tokens`; their blocks are unknown."""
         state = self.of(request)
-        state.computed, state.sound, state.loaded_rows, state.quiet_until = computed_tokens, 0, 0, 0
+        state.computed = computed_tokens
+        state.sound = 0
+        state.loaded_rows = 0
+        state.quiet_until = 0
         if not state.max_computed:
             state.record.engine_tokens = computed_tokens
         return state
@@ -213,9 +220,13 @@ class Requests:
 
         Returns the others, and how many tokens the step computes of those.
         """
-        live, generation, others, tokens = self.live, self.epochs.generation, [], 0
+        live = self.live
+        generation = self.epochs.generation
+        others = list[str]()
+        tokens = 0
         for request_id, before in zip(request_ids, computed, strict=True):
-            state, new = live.get(request_id), step_tokens[request_id]
+            state = live.get(request_id)
+            new = step_tokens[request_id]
             after = before + new
             if (
                 state is not None
@@ -231,9 +242,13 @@ class Requests:
 
     def _identify(self, request_id: str, state: RequestState, identity: RequestIdentity | None) -> None:
         """The request is new or has grown, or a new epoch began: its blocks have other keys from some block on."""
-        epochs, before, kept, is_new = self.epochs, state.identity, 0, state.keys is None
+        epochs = self.epochs
+        before = state.identity
+        kept = 0
+        is_new = state.keys is None
         same_epoch = state.generation == epochs.generation
-        state.identity, state.generation = identity, epochs.generation
+        state.identity = identity
+        state.generation = epochs.generation
         state.tag = self.tags.tag_of(epochs.generation, identity.adapter) if identity is not None else NO_TAG
         if identity is None:
             state.keys = None
@@ -242,7 +257,8 @@ class Requests:
         else:
             root = self.namespace, self.block_size, identity, epochs.current, self._chain_digest
             state.keys = BlockKeys(*root, ahead=self._tokens_ahead)
-        state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
+        state.offloaded_blocks = min(state.offloaded_blocks, kept)
+        state.sound = min(state.sound, kept)
         state.loose_keys.clear()
         if state.waiting.told in (Told.LATER, Told.NO_ROOM):
             state.waiting.note(Event.CHANGED)

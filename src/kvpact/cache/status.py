@@ -198,6 +198,7 @@ def status_of(
         )
         for plan in cache.ledger.open_plans()
     ]
-    found.records, prompts = cache.requests.records.all(), cache.requests.records.prompts
+    found.records = cache.requests.records.all()
+    prompts = cache.requests.records.prompts
     found.prompts = msgspec.structs.replace(prompts, used_tokens=cache.ledger.totals.used_tokens)
     return found

@@ -57,7 +57,9 @@ class StatusSocket:
     """Answers every caller with what `tell` returns, on a thread of its own."""
 
     def __init__(self, tell: Callable[[], bytes]) -> None:
-        self._tell, self._told, self._lock = tell, LogOnce(logger), threading.Lock()
+        self._tell = tell
+        self._told = LogOnce(logger)
+        self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._closed = threading.Event()
         self._thread = start_background("kvpact-status", self._run)
@@ -87,7 +89,8 @@ class StatusSocket:
     def _listen(self, folder: OwnFolder) -> None:
         """Answer callers until the end. The socket gets its name once it listens: before, it would look dead."""
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        hidden, path = folder.held / f".{name}", folder.held / f"{name}.sock"
+        hidden = folder.held / f".{name}"
+        path = folder.held / f"{name}.sock"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as made:
             listener.bind(str(hidden))
             made.callback(hidden.unlink, missing_ok=True)

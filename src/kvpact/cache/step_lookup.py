@@ -56,7 +56,8 @@ class StepLookups:
         """The lookups to tell the workers of; the next step begins empty."""
         if not self._ordered:
             return ()
-        ordered, self._ordered = tuple(self._ordered), []
+        ordered = tuple(self._ordered)
+        self._ordered = []
         return ordered
 
     def abandon_step(self) -> None:
@@ -102,7 +103,9 @@ class StepLookups:
         return settled
 
     def _settle(self, task: _Open, now: float) -> LoadSettlement:
-        lookup, job, size = task.lookup, task.job, self.requests.block_size
+        lookup = task.lookup
+        job = task.job
+        size = self.requests.block_size
         blocks = BlockRange(job.start_block, task.loaded_blocks)
         used = min(blocks.end * size - lookup.computed_tokens, lookup.max_tokens)
         self.ledger.note_step_match(

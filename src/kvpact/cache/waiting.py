@@ -117,9 +117,11 @@ TRANSITIONS: dict[Event, dict[Told, Told]] = {
     Event.ANEW: _STAYS | dict.fromkeys((Told.LATER, Told.NO_ROOM, Told.PUT_OFF), Told.NOTHING),
 }
 
-BEGINS, SETS = {Event.LATER, Event.NO_ROOM, Event.PUT_OFF, Event.AHEAD}, {Event.OVER, Event.ANEW}
-"""The events with which a deadline begins, unless it has begun, and those that end it: at once, or as if it had not
-begun."""
+BEGINS = {Event.LATER, Event.NO_ROOM, Event.PUT_OFF, Event.AHEAD}
+"""Events that begin a deadline, unless it has begun."""
+
+SETS = {Event.OVER, Event.ANEW}
+"""Events that end a deadline: at once, or as if it had not begun."""
 
 
 class Facts(NamedTuple):
@@ -188,9 +190,12 @@ class Queue:
 
     def __init__(self, usable: Callable[[], int], block_size: int) -> None:
         """`usable` tells how many slots memory hands out; a block has `block_size` tokens."""
-        self._usable, self._block_size = usable, block_size
-        self._blocks, self._seconds, self.lacks = 0, 0.0, 0
-        """The sums of the claims of those that the step has asked about."""
+        self._usable = usable
+        self._block_size = block_size
+        self._blocks = 0
+        self._seconds = 0.0
+        self.lacks = 0
+        """Blocks without room: like the two sums before, of the claims of those that the step has asked about."""
         self.moved_at = -inf
         """When somebody who had waited for room last got some."""
 
@@ -203,7 +208,9 @@ class Queue:
 
     def end_step(self) -> None:
         """The next step asks from the head of the queue."""
-        self._blocks, self._seconds, self.lacks = 0, 0.0, 0
+        self._blocks = 0
+        self._seconds = 0.0
+        self.lacks = 0
 
     def deadline(self, until: float, ahead: int | None, prefill: PrefillRate, patience: float) -> float:
         """When the deadline of a request ends that would end at `until`, but for the tokens `ahead` of it.

@@ -61,11 +61,13 @@ class WeightsWatch:
         self._reader.close()
 
     def _take(self, notices: tuple[Notice, ...]) -> None:
-        before, self._notices = self._notices, notices
+        before = self._notices
+        self._notices = notices
         self.changes = tuple(notice.changes for notice in notices)
         if any(now.changes != then.changes for now, then in zip(notices, before, strict=True)):
             self._reset()
-        word, words = notices[0].word, tuple(notice.words for notice in notices)
+        word = notices[0].word
+        words = tuple(notice.words for notice in notices)
         if word and words != self._words and all(notice.word == word for notice in notices):
             self._words = words
             self._before_sleep = None  # a new version does not mean the weights from before

@@ -185,7 +185,8 @@ class WriteBack:
 
         For one block the answer is "yes" at most once in `ASK_AGAIN_SECONDS`.
         """
-        now, found = self.tiers.clock(), False
+        now = self.tiers.clock()
+        found = False
         for client in self.tiers.shared if self.tiers.may_share(self.epochs.current) else ():
             contents = self.tiers.contents[client]
             for key in keys if client.health.may_write else ():
@@ -260,7 +261,9 @@ class WriteBack:
 
     def _end_write(self, client: TierClient, op: WriteBackOp, done: PutDone, now: float) -> None:
         self._let_go(client, op)
-        contents, stored, lost = self.tiers.contents[client], op.keys, tuple[BlockKey, ...]()
+        contents = self.tiers.contents[client]
+        stored = op.keys
+        lost = tuple[BlockKey, ...]()
         if not all(done.each):
             stored = tuple(compress(op.keys, done.each))
             lost = tuple(key for key, held in zip(op.keys, done.each, strict=True) if not held)
