@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
-from kvpact.cache.waiting import Event, Told, Waiting
+from kvpact.cache.waiting import Reply, WaitEvent, Waiting
 from kvpact.contract import ExternalCache
 
 STEP_BUDGET_SECONDS = 0.2e-3
-"""Seconds after which a scheduler step leaves what can wait to the next step. A step gets 1 ms (P11); one request costs
-less than a third of that at once, on a slow machine with cold caches."""
+"""Seconds of a scheduler step; work that can wait is then left to the next one. A step gets 1 ms (P11); one request
+costs less than a third of that at once, on a slow machine with cold caches."""
 
 CROWD_BUDGETS = 25
 MAX_CROWD_BUDGETS = 100
@@ -49,7 +49,7 @@ class StepBudget:
         """Probes that this step answered, of requests whose last probe was not."""
         self._put_off = 0
         self._owes_probe = False
-        """Whether the last step put off probes and answered none."""
+        """True after a step that put off probes and answered none."""
         self._whose_turn = 0
         self._ended_at = monotonic()
         self._for_tiers = 0.0
@@ -59,12 +59,12 @@ class StepBudget:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the step has used its budget: what can wait is left to the next step."""
+        """True once the step has used its budget: work that can wait is left to the next step."""
         return self.charged + perf_counter() - self.hook_began > self.limit
 
     @property
     def is_late(self) -> bool:
-        """Whether the step leaves what tiers have done, and what they are offered, to the next step."""
+        """True once the step leaves the tiers' results, and offers to them, to the next step."""
         return self.charged + perf_counter() - self.hook_began > max(self.limit, self._for_tiers)
 
     def grant_turn(self, waiting: Waiting, timeout: float, cache: ExternalCache) -> bool:
@@ -80,11 +80,11 @@ class StepBudget:
         and if that is spent too, the request is declined.
         """
         spent = self.charged + perf_counter() - self.hook_began
-        was_answered = waiting.told is Told.ANSWERED
+        was_answered = waiting.reply is Reply.ANSWERED
         if was_answered or spent > self.limit:
             if not cache.asks_shared:
                 if not was_answered and self._probes and spent > self._crowd:
-                    waiting.note(Event.PUT_OFF, monotonic() + timeout)
+                    waiting.note(WaitEvent.PUT_OFF, monotonic() + timeout)
                     return False
             elif was_answered:
                 return True
@@ -92,10 +92,10 @@ class StepBudget:
                 now = monotonic()
                 if now < (waiting.until or now + timeout):
                     self._put_off += 1
-                    waiting.note(Event.PUT_OFF, now + timeout)
+                    waiting.note(WaitEvent.PUT_OFF, now + timeout)
                     return False
                 if spent > 2 * self.limit:
-                    waiting.note(Event.DECLINED)
+                    waiting.note(WaitEvent.DECLINED)
                     return False
         self._probes += 1
         return True

@@ -1,4 +1,4 @@
-"""How long an engine without requests keeps stepping for what the cache has under way.
+"""Limit on the steps of an engine without requests, which it takes for the cache's operations under way.
 
 Owns the time during which nothing ended.
 """
@@ -34,9 +34,9 @@ class IdleSteps:
     _refused: float = field(default=0.0, init=False)
 
     def wait_for(self, under_way: int, begun: int = 0) -> bool:
-        """Whether to step again for `under_way` operations that have not ended. Asked between an idle engine's steps.
+        """Decide between an idle engine's steps: True to step again for `under_way` operations that have not ended.
 
-        `begun` grows with each operation that begins, so that an equal number of other ones is told apart.
+        `begun` grows with each operation that begins, which distinguishes an equal number of other ones.
         """
         now = self.clock()
         since = now - self._asked
