@@ -44,7 +44,7 @@ class StepBudget:
         self.now = perf_counter
         """Clock of hooks, in seconds."""
         self.hook_began = perf_counter()
-        """Time at which the running hook began."""
+        """Begin of the running hook, by `now`."""
         self._probes = 0
         """Probes that this step answered, of requests whose last probe was not."""
         self._put_off = 0

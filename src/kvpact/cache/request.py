@@ -57,13 +57,13 @@ class RequestState:
 
     keys: BlockKeys | None = None
     identity: RequestIdentity | None = None
-    """Identity from which `keys` were made."""
+    """Identity that `keys` were made from."""
     generation: int = 0
     """The epoch of `keys`, as counted by `Epochs`."""
     tag: Tag = NO_TAG
     """The tag of blocks that the request fills now."""
     tail_tag: Tag = NO_TAG
-    """Tag under which the request's last, partly filled block was begun."""
+    """Tag of the request's last, partly filled block, as of its first token."""
     sound: int = 0
     """Number of its rows, from the first on, whose blocks in all groups have its tag, as far as the engine has them."""
     offloaded_blocks: int = 0
@@ -89,7 +89,7 @@ class RequestState:
     staged: dict[BlockKey, str] = field(default_factory=dict)
     """The loose blocks that are read for the request's plan, each with the tier that has it."""
     branches: tuple[int, ...] = ()
-    """Rows at which another request may branch off this one: the end of the engine's own blocks, and that of the stored
+    """Rows where another request may branch off this one: the end of the engine's own blocks, and that of the stored
     chain. The loose blocks that are lacking there are saved."""
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""

@@ -197,7 +197,7 @@ class Queue:
         self.lacks = 0
         """Blocks without room: like the two sums before, of the claims of those that the step has asked about."""
         self.moved_at = -inf
-        """Time at which a request that had waited for room last got some."""
+        """Last time that a request which had waited for room got some."""
 
     def note(self, waiting: Waiting) -> None:
         """Count the claim of a request answered "ask again later": those asked about later come after it."""
