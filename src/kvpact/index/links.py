@@ -75,7 +75,7 @@ class Links:
         first[parent] = row
 
     def add_chain(self, rows: Sequence[int], at: slice | RowArray, parent: int) -> None:
-        """Link unused `rows` (those that `at` selects), one after the other, the first one after `parent`."""
+        """Link unused `rows`, which `at` selects, one after the other, the first one after `parent`."""
         if len(rows) < FEW:
             for row in rows:
                 self.add(row, parent, is_side=False)
