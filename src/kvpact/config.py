@@ -117,21 +117,21 @@ class KvpactConfig(BaseModel):
     tiers: TierURLs = Field(default=(), examples=[[SCHEMES["disk"].example]])
     """URLs of the tiers below memory, fastest first."""
     prepare_deadline: Seconds = 2.0
-    """Seconds for which prepare may answer "ask again later" while tiers answer; 0 serves from memory only."""
+    """Most seconds that prepare answers "ask again later" while tiers answer; 0 serves from memory only."""
     plan_lifetime: Seconds = Field(default=30.0, gt=0)
-    """Seconds after which a plan that was neither renewed nor committed is aborted, unless the engine ends it."""
+    """Seconds until a plan that was neither renewed nor committed is aborted, unless the engine ends it."""
     load_deadline: Seconds = Field(default=30.0, gt=0)
-    """Seconds within which a committed load is reported, as arrived or lost."""
+    """Most seconds until a committed load is reported, as arrived or lost."""
     write_queue: Size = Field(default=1024**3, gt=0)
     """Most bytes that wait to be written to the tiers; blocks that do not fit are dropped, the engine never waits."""
     shutdown_timeout: Seconds = 10.0
-    """Seconds for which a shutdown may wait for the tiers."""
+    """Most seconds that a shutdown waits for the tiers."""
     sync_load_budget: Size = 256 * 1024**2
     """Most bytes per rank for which one step waits; loads that do not fit are asynchronous. 0: every load is."""
     min_match_blocks: Count = Field(default=1, ge=1)
     """Least number of blocks of a match; a shorter one is not promised."""
     save: Literal["eager", "lazy", "off"] = "eager"
-    """Time at which computed blocks are saved: at once, when the engine is about to evict them, or never."""
+    """Time of saving computed blocks: at once, when the engine is about to evict them, or never."""
     admit: Literal["always", "second-use"] = "always"
     """Blocks written to tiers: every saved block, or those saved or loaded a second time."""
     match_at: Literal["schedule", "step"] = "schedule"
@@ -224,7 +224,7 @@ class _Setting:
     source: str
     """Name of the setting's source in an error message."""
     variable: str = ""
-    """Environment variable from which another process gets the same value; "" if there is none."""
+    """Environment variable that gives another process the same value; "" if there is none."""
 
 
 def load_config(

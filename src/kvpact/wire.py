@@ -34,7 +34,7 @@ class UnorderedLoad:
 
 @dataclass(frozen=True, slots=True)
 class SharedTierConfig:
-    """Settings with which a worker opens the same shared tiers as the scheduler side, which alone knows all ranks.
+    """Settings for a worker to open the same shared tiers as the scheduler side, which alone knows all ranks.
 
     `tiers` has pairs: the scheduler side's number of a tier, and the tier's place in the configuration.
     """

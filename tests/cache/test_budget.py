@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpact.cache import budget as budget_module
 from kvpact.cache.budget import CROWD_BUDGETS, CROWD_SHARE, MAX_CROWD_BUDGETS, STEP_BUDGET_SECONDS, StepBudget
-from kvpact.cache.waiting import Event, Told, Waiting
+from kvpact.cache.waiting import Reply, WaitEvent, Waiting
 from kvpact.contract import ExternalCache
 
 PATIENCE = 0.5
@@ -24,7 +24,7 @@ STEP_SECONDS = 0.01
 def answered() -> Waiting:
     """A request that was answered before."""
     waiting = Waiting()
-    waiting.note(Event.ANSWERED)
+    waiting.note(WaitEvent.ANSWERED)
     return waiting
 
 
@@ -37,14 +37,14 @@ class Steps:
         patch.setattr(budget_module, "perf_counter", lambda: self.spent)
         self.budget, self.timeout = StepBudget(), timeout
 
-    def step(self, waiting: list[Waiting], base: float, cost: float) -> list[Told | None]:
+    def step(self, waiting: list[Waiting], base: float, cost: float) -> list[Reply | None]:
         """What each was told, None for a turn; a probe costs `cost` seconds, and the step `base` before the first."""
         self.spent = 0.0
         self.budget.hook_began = self.spent
         self.spent = base
-        told = list[Told | None]()
+        told = list[Reply | None]()
         for waiter in waiting:
-            told.append(None if self.budget.grant_turn(waiter, self.timeout, ASKS_SHARED) else waiter.told)
+            told.append(None if self.budget.grant_turn(waiter, self.timeout, ASKS_SHARED) else waiter.reply)
             self.spent += cost if told[-1] is None else 0.0
         self.budget.end_step()
         self.now += self.spent + STEP_SECONDS
@@ -69,13 +69,13 @@ def test_p11_all_get_a_turn_in_time_and_no_step_makes_more_probes_than_it_has_ti
             number += 1
             assert steps.spent <= max(2 * STEP_BUDGET_SECONDS, base) + cost
             if at < began + timeout:
-                assert Told.DECLINED not in told, "a request was given up before its deadline"
+                assert Reply.DECLINED not in told, "a request was given up before its deadline"
                 assert steps.spent <= max(STEP_BUDGET_SECONDS, base) + cost
-            elif Told.PUT_OFF in told:
+            elif Reply.PUT_OFF in told:
                 deadline = waiting[-1].until
                 assert deadline is not None
                 assert at < deadline, "a request waits beyond its deadline"
-            waiting = [waiter for waiter, turn in zip(waiting, told, strict=True) if turn is Told.PUT_OFF]
+            waiting = [waiter for waiter, turn in zip(waiting, told, strict=True) if turn is Reply.PUT_OFF]
             assert number <= 2 * requests, "two steps in a row made no probe"
 
 
@@ -98,7 +98,7 @@ def test_after_the_deadline_twice_the_budget_counts_and_then_there_is_no_turn(mo
     steps.step(waiting, 2 * STEP_BUDGET_SECONDS, 1e-4)
     steps.now += PATIENCE
     told = steps.step(waiting, 0.0, 1.01 * STEP_BUDGET_SECONDS)
-    assert told == [None, None, Told.DECLINED, Told.DECLINED, Told.DECLINED, Told.DECLINED]
+    assert told == [None, None, Reply.DECLINED, Reply.DECLINED, Reply.DECLINED, Reply.DECLINED]
 
 
 @given(costs=st.lists(st.floats(1e-5, 0.02), min_size=1, max_size=60), engine_seconds=st.floats(0, 1))

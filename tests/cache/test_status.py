@@ -184,7 +184,7 @@ def test_an_error_while_telling_costs_one_line_and_the_next_caller_is_answered(
         assert [[said for _, said in answers()] for _ in range(3)] == [[b""], [b""], [b"well"]]
     finally:
         engine.close()
-    assert caplog.messages == ["kvpact: no status can be told: RuntimeError: dictionary changed size"]
+    assert caplog.messages == ["kvpact: cannot send the status: RuntimeError: dictionary changed size"]
 
 
 def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) -> None:

@@ -440,7 +440,7 @@ def test_h111_what_is_not_protected_is_said_at_start_in_one_line(
     late = LateTiers(config, seal, Namespace({"model": "tiny"}), SLOT, BaseWeights(("files:0",)))
     tiers = late.open()
     assert tiers is not None
-    lines = [record.getMessage() for record in caplog.records if "can plant KV there" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "can inject KV" in record.getMessage()]
     assert len(lines) == bool(said)
     for line in lines:
         assert line.count("://") == len(said) + 1

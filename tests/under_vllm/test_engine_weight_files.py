@@ -85,7 +85,7 @@ def test_h39_an_engine_serves_before_its_weights_are_told_and_a_restart_finds_wh
         assert same_answers(from_memory, local)
         assert not (tmp_path / "slabs").exists()
         goes_on.touch()
-        until(lambda: "the weights are told from others" in engine.log.read_text())
+        until(lambda: "identified the model's weights" in engine.log.read_text())
         # An idle engine takes no step, and the tier may open only after the next one.
         until(lambda: bool(engine.generate([prompt(4_500, 0)])) and engine.stats().get(WRITTEN, 0) == 2 * BLOCKS)
         engine.discard()

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.cache.budget import StepBudget
-from kvpact.cache.waiting import Event, Waiting
+from kvpact.cache.waiting import WaitEvent, Waiting
 from vllm_played_engine import PlayedEngine, answer, make_prompt
 
 PROMPT = make_prompt(1, 4)
@@ -86,7 +86,7 @@ def test_who_may_wait_for_room_is_not_declined_by_a_step_without_time(
     """Its deadline at the cache is later than the one that the budget knows."""
 
     def no_turn(budget: StepBudget, waiting: Waiting, timeout: float, cache: object) -> bool:
-        waiting.note(Event.DECLINED)
+        waiting.note(WaitEvent.DECLINED)
         return False
 
     engine = PlayedEngine(tmp_path)

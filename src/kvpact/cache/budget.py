@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
-from kvpact.cache.waiting import Event, Told, Waiting
+from kvpact.cache.waiting import Reply, WaitEvent, Waiting
 from kvpact.contract import ExternalCache
 
 STEP_BUDGET_SECONDS = 0.2e-3
-"""Seconds after which a scheduler step leaves what can wait to the next step. A step gets 1 ms (P11); one request costs
-less than a third of that at once, on a slow machine with cold caches."""
+"""Seconds of a scheduler step; work that can wait is then left to the next one. A step gets 1 ms (P11); one request
+costs less than a third of that at once, on a slow machine with cold caches."""
 
+CROWD_BUDGETS = 25
+MAX_CROWD_BUDGETS = 100
 
-CROWD_BUDGETS, MAX_CROWD_BUDGETS, CROWD_SHARE = 25, 100, 0.1
+CROWD_SHARE = 0.1
 """A step leaves further probes to the next one, even where memory alone answers them, after this share of the time that
 the last step took: at least 25 budgets, which are 5 ms, and at most 100. A step that answered a thousand of them at
 once would keep every decode waiting for 0.3 s. Less time would cost more than it spares: the engine asks each waiting
@@ -39,13 +41,15 @@ class StepBudget:
         self.limit = limit
         self.charged = 0.0
         """Seconds of the step's hooks that have ended."""
-        self.now, self.hook_began = perf_counter, perf_counter()
-        """The clock of hooks, in seconds, and when the running one began."""
+        self.now = perf_counter
+        """Clock of hooks, in seconds."""
+        self.hook_began = perf_counter()
+        """Begin of the running hook, by `now`."""
         self._probes = 0
         """Probes that this step answered, of requests whose last probe was not."""
         self._put_off = 0
         self._owes_probe = False
-        """Whether the last step put off probes and answered none."""
+        """True after a step that put off probes and answered none."""
         self._whose_turn = 0
         self._ended_at = monotonic()
         self._for_tiers = 0.0
@@ -55,12 +59,12 @@ class StepBudget:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the step has used its budget: what can wait is left to the next step."""
+        """True once the step has used its budget: work that can wait is left to the next step."""
         return self.charged + perf_counter() - self.hook_began > self.limit
 
     @property
     def is_late(self) -> bool:
-        """Whether the step leaves what tiers have done, and what they are offered, to the next step."""
+        """True once the step leaves the tiers' results, and offers to them, to the next step."""
         return self.charged + perf_counter() - self.hook_began > max(self.limit, self._for_tiers)
 
     def grant_turn(self, waiting: Waiting, timeout: float, cache: ExternalCache) -> bool:
@@ -75,11 +79,12 @@ class StepBudget:
         is put off for at most `timeout` seconds from when it was first told to ask later; then twice the budget counts,
         and if that is spent too, the request is declined.
         """
-        spent, was_answered = self.charged + perf_counter() - self.hook_began, waiting.told is Told.ANSWERED
+        spent = self.charged + perf_counter() - self.hook_began
+        was_answered = waiting.reply is Reply.ANSWERED
         if was_answered or spent > self.limit:
             if not cache.asks_shared:
                 if not was_answered and self._probes and spent > self._crowd:
-                    waiting.note(Event.PUT_OFF, monotonic() + timeout)
+                    waiting.note(WaitEvent.PUT_OFF, monotonic() + timeout)
                     return False
             elif was_answered:
                 return True
@@ -87,10 +92,10 @@ class StepBudget:
                 now = monotonic()
                 if now < (waiting.until or now + timeout):
                     self._put_off += 1
-                    waiting.note(Event.PUT_OFF, now + timeout)
+                    waiting.note(WaitEvent.PUT_OFF, now + timeout)
                     return False
                 if spent > 2 * self.limit:
-                    waiting.note(Event.DECLINED)
+                    waiting.note(WaitEvent.DECLINED)
                     return False
         self._probes += 1
         return True
@@ -106,9 +111,11 @@ class StepBudget:
         """End the scheduler's step; returns its cost in seconds."""
         self._owes_probe = bool(self._put_off and not self._probes)
         self._probes = self._put_off = 0
-        spent, self.charged = self.charged, 0.0
+        spent = self.charged
+        self.charged = 0.0
         now = monotonic()
-        lasted, self._ended_at = now - self._ended_at, now
+        lasted = now - self._ended_at
+        self._ended_at = now
         self._for_tiers = min(TIER_SHARE * lasted, CROWD_BUDGETS * self.limit)
         self._crowd = min(max(CROWD_BUDGETS * self.limit, CROWD_SHARE * lasted), MAX_CROWD_BUDGETS * self.limit)
         return spent

@@ -62,7 +62,7 @@ class EngineKV(NamedTuple):
     classes: Sequence[int] = ()
     """The class of slots of each group; none if all slots are of one."""
     copies_per_block: int = 0
-    """See `LoadBudget`."""
+    """Copies that the computing thread gives to a device for one block; 0 without a device."""
 
 
 class PactCache(ExternalCache):
@@ -201,7 +201,7 @@ class PactCache(ExternalCache):
         return self._planner.still_waits(request_id, self.requests.live.get(request_id), num_computed_tokens)
 
     def may_wait(self, request_id: str) -> bool:
-        """See `ExternalCache`."""
+        """True while the request's deadline for tiers has not passed."""
         return self._planner.may_wait(self.requests.live.get(request_id))
 
     # Commit and abort
@@ -289,14 +289,14 @@ class PactCache(ExternalCache):
         return self._jobs.end_step(now, self._steps.end_step())
 
     def abandon_step(self, num_ranks: int) -> None:
-        """See `ExternalCache`."""
+        """See `ExternalCache`. The step's orders count as failed on every rank."""
         self._steps.abandon_step()
         self._load_budget.end_step()
         self._queue.end_step()
         self.apply_report(self._jobs.abandon_step())
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
-        """See `ExternalCache`."""
+        """See `ExternalCache`. Includes matches that workers found at the step's beginning."""
         spared = self._steps.apply_report(report, self._clock())
         self._computing -= sum(settled.skipped_tokens for settled in spared) if spared else 0
         # Loads first: what a request saved after a failed load is not trusted.
@@ -359,7 +359,7 @@ class PactCache(ExternalCache):
         self._begin_epoch()
 
     def set_weights_version(self, version: str) -> None:
-        """See `ExternalCache`."""
+        """See `ExternalCache`. Blocks of that version can be found again."""
         self._epochs.name(version)
         self._begin_epoch()
 
@@ -393,7 +393,7 @@ class PactCache(ExternalCache):
         self._loads.distrust_blocks(block_ids, tables)
 
     def distrust_adapter(self, adapter: str) -> None:
-        """See `ExternalCache`."""
+        """See `ExternalCache`. No block computed under it is saved any more."""
         self._loads.distrust_adapter(adapter)
 
     def observe(self) -> Snapshot:

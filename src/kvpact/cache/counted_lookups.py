@@ -1,4 +1,4 @@
-"""What of one request's lookups was counted, and what its record says of the last one.
+"""Lookups of one request: counted once each, the last one in its record.
 
 Owns which lookup of the request was counted last. A blocked request that asks in each step is counted once (H02).
 """
@@ -15,7 +15,7 @@ class CountedLookups:
     start = -1
     """First block of the last counted lookup; -1 before there is one."""
     found: bool | None = None
-    """Whether that promised anything; None while it waits for a tier."""
+    """True if that promised tokens, False for a miss; None while it waits for a tier."""
     spared_at = -1
     """First block of the last probe at which the engine had all that could be loaded."""
 
@@ -41,7 +41,7 @@ class CountedLookups:
                 metrics.add("misses", label=miss)
 
     def note_spared(self, start: int, metrics: Metrics) -> None:
-        """The engine has all that could be loaded: counts as neither a lookup nor a miss."""
+        """Count a probe at which the engine has all that could be loaded: neither a lookup nor a miss."""
         if self.spared_at != start:
             metrics.add("spared_lookups")
         self.spared_at = start

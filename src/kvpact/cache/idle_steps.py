@@ -1,4 +1,4 @@
-"""How long an engine without requests keeps stepping for what the cache has under way.
+"""Limit on the steps of an engine without requests, which it takes for the cache's operations under way.
 
 Owns the time during which nothing ended.
 """
@@ -34,14 +34,16 @@ class IdleSteps:
     _refused: float = field(default=0.0, init=False)
 
     def wait_for(self, under_way: int, begun: int = 0) -> bool:
-        """Whether to step again for `under_way` operations that have not ended. Asked between an idle engine's steps.
+        """Decide between an idle engine's steps: True to step again for `under_way` operations that have not ended.
 
-        `begun` grows with each operation that begins, so that an equal number of other ones is told apart.
+        `begun` grows with each operation that begins, which distinguishes an equal number of other ones.
         """
         now = self.clock()
-        since, self._asked = now - self._asked, now
+        since = now - self._asked
+        self._asked = now
         if (under_way, begun) != self._seen:
-            self._seen, self._in_vain = (under_way, begun), 0.0
+            self._seen = (under_way, begun)
+            self._in_vain = 0.0
         elif self._in_vain < VAIN_SECONDS:
             self._in_vain += min(since, LONGEST_STEP_SECONDS)
             if self._in_vain >= VAIN_SECONDS:

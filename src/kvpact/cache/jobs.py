@@ -1,4 +1,4 @@
-"""The copies that workers were told to make, from the order until every rank has reported.
+"""Copies ordered of the workers, from the order until every rank has reported.
 
 Owns the jobs under way, what each rank has reported of them, when a rank is asked again, and the hold on the engine's
 blocks that a load may still write to after the engine has gone on without it. The caller decides what a finished copy
@@ -38,14 +38,14 @@ from kvpact.tiers.log_once import LogOnce
 logger = logging.getLogger(__name__)
 
 STEPS_TO_HEAR = 2
-"""Steps after which a load that was given up is settled as late. A load that ended before the workers heard of it has
-been reported by then, also if the engine schedules a step before it takes in the results of the last one."""
+"""Steps from giving a load up to settling it as late. A load that ended before the workers heard of it has been
+reported by then, also if the engine schedules a step before it takes in the results of the last one."""
 
 Slots = tuple[int, ...]
 
 
 PactPlan = Plan[Pin, Sequence[Run]]
-"""A plan with what it loads, one run or more a group: its pins keep the slots' content, even if entries are dropped."""
+"""A plan with the runs it loads, one or more a group: its pins keep the slots' content, even if entries are dropped."""
 
 PactLedger = Ledger[Pin, Sequence[Run]]
 
@@ -67,13 +67,13 @@ class LoadState:
     parts: list[LoadPart]
     ask_at: float
     recalled: bool = False
-    """Whether the weights have changed since the order."""
+    """True if the weights have changed since the order."""
     given_up: bool = False
-    """Whether its deadline has passed: the workers let the engine continue without it."""
-    told: bool = False
-    """Whether it was settled as late. Later reports of it concern the cache alone."""
+    """True after its deadline: the workers let the engine continue without it."""
+    settled_late: bool = False
+    """True once the engine continues without it. Later reports of it concern the cache alone."""
     holder: BlockHolder | None = None
-    """The context through which its blocks are held, if they are."""
+    """Context that holds its blocks; None if they are not held."""
     job: LoadJob = field(init=False)
     """The first job, by whose id the load is known."""
     job_ids: list[int] = field(init=False, default_factory=list)
@@ -89,14 +89,14 @@ class LoadState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has reported all jobs."""
+        """True once every rank has reported all jobs."""
         for part in self.parts:  # noqa: SIM110 - a generator costs two calls more
             if not part.tally.complete:
                 return False
         return True
 
     def outcome(self) -> JobOutcome:
-        """What of the match arrived, in its blocks: the others are the hull of what failed on any rank."""
+        """Blocks of the match that arrived, and those that failed: the hull of the failures of all ranks."""
         blocks = self.plan.committed_blocks
         failed = NO_RANGES
         for part in self.parts:
@@ -107,7 +107,7 @@ class LoadState:
         return JobOutcome(done.difference(failed) if failed.ranges else done, failed)
 
     def failures(self) -> Iterator[Failure]:
-        """What blocks that did not arrive cost, by job."""
+        """Consequences of the blocks that did not arrive, by job."""
         for part in self.parts:
             failure = part.run.failure(part.tally.loaded().failed, self.plan.committed_blocks)
             if failure is not None:
@@ -119,7 +119,7 @@ class SaveState:
     """Computed blocks on their way into the arena. `pin` keeps the last of them, with what it needs.
 
     `trusted` becomes false if the weights change; the content of the chain's blocks from `garbage_from` on is unknown,
-    with what hangs on them.
+    and so are the blocks attached to them.
     """
 
     job: SaveJob
@@ -132,7 +132,7 @@ class SaveState:
     trusted: bool = True
     garbage_from: int = maxsize
     holds: bool = True
-    """Whether the engine's blocks are held for it."""
+    """True while the engine's blocks are held for it."""
 
     @property
     def run(self) -> Run:
@@ -140,7 +140,7 @@ class SaveState:
         return self.owed.run
 
     def good(self) -> list[bool]:
-        """Whether each block holds what its key says."""
+        """For each block, True if its content is valid under its key."""
         done = self.tally.saved().done if self.trusted else NO_RANGES
         return self.run.good(done, self.garbage_from)
 
@@ -151,7 +151,7 @@ class SaveState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has reported the job."""
+        """True once every rank has reported the job."""
         return self.tally.complete
 
 
@@ -173,7 +173,7 @@ class PutOffSave:
 
 @dataclass(slots=True)
 class _Outbox:
-    """What the running step's end tells the workers."""
+    """Orders collected in this step, sent to the workers at its end."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -182,7 +182,7 @@ class _Outbox:
     overdue: list[int] = field(default_factory=list)
 
     def has(self, job: LoadJob | SaveJob) -> bool:
-        """Whether this step orders the job, so that the workers do not know it yet."""
+        """True if this step orders the job, so that the workers do not know it yet."""
         return any(job is ordered for ordered in (*self.loads, *self.saves))
 
     def take(self, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
@@ -217,7 +217,7 @@ class TransferJobs:
     ranks: int
     timeout: float
     number: Callable[[int], int] | None = None
-    """Tells the number by which workers know a slot; None if it is the index's."""
+    """Returns the workers' number of a slot; None if it is the index's."""
     loads: dict[int, LoadState] = field(default_factory=dict, init=False)
     saves: dict[int, SaveState] = field(default_factory=dict, init=False)
     put_off: deque[PutOffSave] = field(default_factory=deque, init=False)
@@ -246,7 +246,8 @@ class TransferJobs:
         """
         parts = []
         for run in runs:
-            slots, ids = self._numbers(run.slots), tuple(run.block_ids)
+            slots = self._numbers(run.slots)
+            ids = tuple(run.block_ids)
             job = LoadJob(self._next_id(), plan.request_id, run.start, slots, ids, synchronous, run.group)
             parts.append(LoadPart(job, run, JobTally(job.blocks, self.ranks)))
             self._outbox.loads.append(job)
@@ -265,7 +266,8 @@ class TransferJobs:
     def order_save(self, owed: Owed, pin: Pin, now: float) -> SaveState:
         """After this step, copy the engine's blocks of a run into its slots; `pin` keeps the last of them."""
         run = owed.run
-        slots, ids = self._numbers(run.slots), tuple(run.block_ids)
+        slots = self._numbers(run.slots)
+        ids = tuple(run.block_ids)
         job = SaveJob(self._next_id(), owed.request_id, run.start, slots, ids, run.group)
         save = SaveState(job, owed, pin, JobTally(job.blocks, self.ranks), now, now + self.timeout)
         self.saves[job.job_id] = save
@@ -286,7 +288,7 @@ class TransferJobs:
         return next((save for save in saves if save.run.is_linked), None)
 
     def end_step(self, now: float, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
-        """What to tell the workers, with queries about copies that have not ended for `timeout` seconds.
+        """Orders of this step for the workers, with queries about copies that have not ended for `timeout` seconds.
 
         Loads whose deadline has passed are given up.
         """
@@ -321,14 +323,14 @@ class TransferJobs:
             self._told.log("late", logging.WARNING, text, len(load.block_ids), load.job.request_id)
 
     def give_up(self, now: float) -> list[LoadState]:
-        """Give up what is overdue; returns the loads that the engine continues without from now on, each once."""
+        """Give up overdue loads; returns those that the engine continues without from now on, each once."""
         self._give_up(now)
         if not self.given_up:
             return []
         late = [self.loads[job_id] for job_id, step in self.given_up.items() if self._step - step >= STEPS_TO_HEAR]
-        late = [load for load in late if not load.told]
+        late = [load for load in late if not load.settled_late]
         for load in late:
-            load.told = True
+            load.settled_late = True
         return late
 
     def abandon_step(self) -> WorkerReport:

@@ -31,10 +31,10 @@ READ_AT_ONCE_BYTES = 256 << 20
 """Bytes of the model's files that are read before the engine answers its first request: 0.2 seconds."""
 
 OPEN_SECONDS = 10.0
-"""Seconds that a start waits at most for a tier that hangs; it is used as soon as it has been opened."""
+"""Most seconds that a start waits for a tier to open; a later one is used as soon as it has been opened."""
 
 SECURITY: Final = "https://github.com/kvpact/kvpact/blob/main/SECURITY.md"
-"""What is protected against whom, and how to protect more."""
+"""Page on the protection of stored KV against other users."""
 
 STOP_SECONDS = 1.0
 """Seconds that a shutdown waits at most for the end of reading; a tier being opened then closes by itself."""
@@ -42,7 +42,7 @@ STOP_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OpenTiers:
-    """Tiers, some of which may still be awaited, and their namespace.
+    """Tiers and their namespace; some tiers may still be awaited.
 
     A tier that a person must correct first is missing, and the log says why; `numbers` are places in the configuration.
     """
@@ -95,8 +95,8 @@ class LateTiers:
         if identity is not None:
             return self._open_all(identity)
         logger.info(
-            "kvpact: memory only, until %.3g GB of the model's files are read in the background to tell its weights "
-            "from others; the next start will know them",
+            "kvpact: tiers start after %.3g GB of weight files are hashed in the background (once; kept for the next "
+            "start)",
             unread / 1e9,
         )
         self._thread = start_background("kvpact-late-tiers", self._run)
@@ -113,7 +113,8 @@ class LateTiers:
 
     def poll(self) -> OpenTiers | None:
         """Tiers that were opened since the last call."""
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        self._opened = None
         return opened
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class LateTiers:
         start_background("kvpact-weights", self._read).join()
         if self._identity is None:
             return
-        logger.info("kvpact: the weights are told from others after %.1f s", time.monotonic() - began)
+        logger.info("kvpact: identified the model's weights in %.1f s", time.monotonic() - began)
         opened = self._open_all(self._identity)
         with self._lock:
             if not self._stopped:
@@ -165,8 +166,13 @@ class LateTiers:
         tiers = {number: tier for number, tier in enumerate(opened) if not tier.is_given_up}
         urls = [self._config.tiers[number] for number in tiers]
         if planted := ", ".join(str(url) for url in urls if may_be_planted(url, self._seal)):
-            logger.warning("kvpact: whoever can write to %s can plant KV there: no seal; see %s", planted, SECURITY)
-        threads, write_bytes = self._config.io_threads, self._config.write_queue
+            logger.warning(
+                "kvpact: %s is unauthenticated: anyone who can write there can inject KV; set record_key_file, see %s",
+                planted,
+                SECURITY,
+            )
+        threads = self._config.io_threads
+        write_bytes = self._config.write_queue
         labels = tier_labels(self._config.tiers)
         queues = tuple(
             TierExecutor(tier, threads, write_bytes, woken_by_owner=True, label=labels[number])

@@ -35,14 +35,14 @@ class LoadBudget:
         self._left = self.blocks
         """Blocks neither held nor committed in this step."""
         self._held: dict[str, int] = {}
-        """Request id -> blocks that it was told the step waits for, and has not committed."""
+        """Request id -> blocks of a load that the step was promised to wait for, not committed yet."""
         self._computed: set[str] = set()
         """The requests of this step so far."""
         self._running: set[str] = set()
         """The requests that the last step computed and that have not finished."""
 
     def hold(self, request_id: str, blocks: int) -> bool:
-        """Whether the step waits for a load of `blocks` blocks; if so, the request holds them, and no others."""
+        """Hold room for a load of `blocks` blocks, in place of earlier ones; returns True if the step waits for it."""
         self._left += self._held.pop(request_id, 0)
         beside_others = len(self._running) > (request_id in self._running)
         if blocks > self._left - (self.blocks - self.blocks_beside_others if beside_others else 0):
@@ -52,7 +52,7 @@ class LoadBudget:
         return True
 
     def release(self, request_id: str) -> None:
-        """The request does not load what it was told, or not as it was told; harmless if nothing is held for it."""
+        """Release the request's blocks: it does not load them as promised; harmless if nothing is held for it."""
         self._left += self._held.pop(request_id, 0)
 
     def spend(self, blocks: int) -> None:
@@ -74,7 +74,8 @@ class LoadBudget:
 
     def end_step(self) -> None:
         """The next step begins with the whole budget."""
-        self._running, self._computed = self._computed, set()
+        self._running = self._computed
+        self._computed = set()
         self._held.clear()
         self._left = self.blocks
 

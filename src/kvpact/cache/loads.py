@@ -1,8 +1,8 @@
-"""How loads begin and end, and what is dropped when blocks are not what they should be.
+"""Begin and end of loads, and removal of invalid blocks.
 
 Blocks that arrive are used; the others are computed, and not promised again. Blocks that failed to load, or that were
-computed from garbage, are dropped by every part that has or gets them, told in one place. Owns nothing but what people
-were told.
+computed from garbage, are dropped by every part that has or gets them, by one method. Owns nothing but the log of
+failures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Loads:
     saves: Saves
     load_budget: LoadBudget
     load_deadline: float
-    """Seconds after which a load is late."""
+    """Seconds from a load's commit to its deadline."""
     groups: EngineGroups = field(init=False)
     memory: Memory = field(init=False)
     jobs: TransferJobs = field(init=False)
@@ -67,7 +67,9 @@ class Loads:
         plan = self._taken(request_id, match, num_tokens, len(block_ids))
         if plan is None:
             return 0
-        now, synchronous, groups = self.tiers.clock(), not match.load_kv_async, self.groups
+        now = self.tiers.clock()
+        synchronous = not match.load_kv_async
+        groups = self.groups
         blocks = BlockRange(plan.blocks.start, -(-num_tokens // groups.block_size))
         state = self.requests.live[plan.request_id]
         leases = plan.leases
@@ -91,7 +93,7 @@ class Loads:
         return loaded
 
     def _taken(self, request_id: str, match: ExternalKVMatch, num_tokens: int, num_block_ids: int) -> PactPlan | None:
-        """The plan of which the engine takes `num_tokens` into its blocks; None if it declines.
+        """Plan whose first `num_tokens` the engine takes into its blocks; None if it declines.
 
         Raises PactViolation if the match is not the request's open plan, or promises fewer tokens.
         """
@@ -134,7 +136,8 @@ class Loads:
 
     def end_late(self, load: LoadState) -> LoadSettlement:
         """The engine continues without a load that ranks may still carry out; what is stored is not at fault."""
-        job, blocks = load.job, load.plan.committed_blocks
+        job = load.job
+        blocks = load.plan.committed_blocks
         self.tiers.metrics.add("overdue_loads")
         self.requests.not_again(job.request_id, blocks.start)
         if (state := self.requests.live.get(job.request_id)) is not None:
@@ -146,11 +149,13 @@ class Loads:
         return LoadSettlement(job.request_id, RangeSet(), RangeSet.of(blocks), not job.synchronous, late=True)
 
     def end(self, load: LoadState) -> LoadSettlement | None:
-        """Settle a load that no rank can write to any more; None if the engine was told before."""
-        job, plan, size = load.job, load.plan, self.groups.block_size
+        """Settle a load that no rank can write to any more; None if it was settled as late before."""
+        job = load.job
+        plan = load.plan
+        size = self.groups.block_size
         self.jobs.end(load)
         self.tiers.metrics.observe("load_seconds", self.tiers.clock() - plan.renewed_at)
-        if load.told:
+        if load.settled_late:
             self.ledger.settle(plan, loaded=RangeSet(), failed=RangeSet.of(plan.committed_blocks), used_tokens=0)
             if job.request_id not in self.requests.live:
                 self.ledger.finish_request(job.request_id)
@@ -187,7 +192,7 @@ class Loads:
         self._invalidate(request_id, keys, Failure(gone, gone[:1], block))
 
     def _invalidate(self, request_id: str, chain: Sequence[BlockKey], failure: Failure) -> None:
-        """Neither serve what failed, nor store what was computed from it: the one place that tells all parts."""
+        """Drop failed blocks everywhere, and store none computed from them: the one place that informs all parts."""
         self.jobs.invalidate(request_id, chain[failure.row], failure.row)
         for key in failure.tops:
             self.index.drop(key)
@@ -235,9 +240,9 @@ class Loads:
                 self._invalidate_from(request_id, keys, first)
 
     def distrust_adapter(self, adapter: str) -> None:
-        """What the engine computed under `adapter`, as identities name it, may be another adapter's.
+        """Save no more blocks that the engine computed under `adapter`, as identities name it: they may be another's.
 
-        None of it that is not saved yet is saved. Blocks that were reported as saved before are right.
+        Blocks that were reported as saved before are valid.
         """
         tag = self.requests.tags.withdraw(adapter)
         for save in self.jobs.saves.values():

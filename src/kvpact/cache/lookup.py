@@ -1,4 +1,4 @@
-"""How a prepare is answered: a pure function of what is there, what is under way, and what may be waited for.
+"""Answer to a prepare: a pure function of the blocks present, the operations under way, and the time left to wait.
 
 `TABLE` is drawn in docs/architecture.md, "How a prepare is answered". Its first row that applies gives the answer. No
 clock, no I/O, no state: all facts are arguments.
@@ -24,7 +24,7 @@ class Availability(NamedTuple):
     by_tier: tuple[int, ...] = ()
     """Blocks that each tier can supply, in the user's order; of a shared tier what it has answered."""
     arriving: bool = False
-    """Whether the block after the resident ones is being read from a tier."""
+    """True if the block after the resident ones is being read from a tier."""
 
     @property
     def stored(self) -> int:
@@ -33,7 +33,7 @@ class Availability(NamedTuple):
 
 
 class Phase(StrEnum):
-    """What is under way for a request."""
+    """Operation under way for a request."""
 
     FREE = "nothing"
     ASKING = "a shared tier is asked"
@@ -41,7 +41,7 @@ class Phase(StrEnum):
 
 
 class Lookup(NamedTuple):
-    """What a request asks for: blocks [start, end), by `deadline`; `end` is that of its read, if there is one."""
+    """Request for blocks [start, end), by `deadline` in seconds; `end` is that of its read, if there is one."""
 
     phase: Phase
     start: int
@@ -50,25 +50,25 @@ class Lookup(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the configuration and the running step allow."""
+    """Limits set by the configuration and the running step."""
 
     min_blocks: int
     """Fewer blocks are no match."""
     puts_off: bool = False
-    """Whether the step has used its budget, so that the next step uses what tiers have answered in this one."""
+    """True once the step has used its budget: the next step uses the tiers' answers of this one."""
     computes_faster: bool = False
-    """Whether the engine should compute what tiers can supply before it arrives."""
+    """True if the engine computes blocks sooner than tiers supply them."""
     not_found: MissReason = MissReason.NOT_STORED
-    """Why no more was found: not stored only if every place was asked."""
+    """Reason why no more was found: not stored only if every place was asked."""
 
 
 class Promise(NamedTuple):
-    """Blocks up to `end` are promised, from memory. `reason` is why no more are."""
+    """Promise of the blocks up to `end`, from memory; `reason` says why no more are."""
 
     end: int
     reason: MissReason
     tiers_done: bool = False
-    """Whether the request stops waiting for tiers."""
+    """True if the request stops waiting for tiers."""
 
 
 class Wait(NamedTuple):
@@ -103,14 +103,17 @@ class Case:
     """The arguments of `decide`, with what the table's rows ask about them: attributes, as a row costs no call then."""
 
     def __init__(self, available: Availability, lookup: Lookup, limits: Limits, now: float) -> None:
-        self.available, self.lookup, self.limits = available, lookup, limits
-        resident, stored = available.resident, available.stored
+        self.available = available
+        self.lookup = lookup
+        self.limits = limits
+        resident = available.resident
+        stored = available.stored
         is_reading = lookup.phase is Phase.READING
         self.is_over = now >= lookup.deadline
         self.is_short = resident < lookup.end
-        """Whether memory lacks blocks that are wanted."""
+        """True if memory lacks wanted blocks."""
         self.tiers_have_more = stored > resident and stored - lookup.start >= limits.min_blocks
-        """Whether a tier can supply blocks after the resident ones, and enough for a match."""
+        """True if a tier can supply blocks after the resident ones, and enough for a match."""
         others = not self.is_short or len(available.by_tier) > 1
         # Whether a tier can supply what the read does not bring; after a short read, another tier.
         reads_more = others and stored > min(resident, lookup.end)
@@ -122,13 +125,13 @@ class Case:
         self.tiers_are_slower = self.tiers_have_more and limits.computes_faster
 
     def from_memory(self, reason: MissReason, *, tiers_done: bool = False) -> Promise | Miss:
-        """Promise what memory holds, if that is enough for a match."""
+        """Promise the blocks in memory, if they are enough for a match."""
         end = self.available.resident
         is_match = end - self.lookup.start >= self.limits.min_blocks
         return Promise(end, reason, tiers_done) if is_match else Miss(reason, tiers_done)
 
     def from_read(self, reason: MissReason, ends: EndReason) -> Promise | Miss:
-        """Promise what memory holds of the blocks that were read, if that is enough for a match."""
+        """Promise those of the read blocks that memory holds, if they are enough for a match."""
         end = min(self.available.resident, self.lookup.end)
         is_match = end - self.lookup.start >= self.limits.min_blocks
         return Promise(end, reason, self.is_short) if is_match else Miss(reason, self.is_short, ends)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineIdentity(NamedTuple):
-    """What says whose blocks an engine may use."""
+    """Identity of an engine: blocks of other models and adapters are not its own."""
 
     known: Namespace
     """The namespace without the weights."""
@@ -73,13 +73,16 @@ class MountedCache:
         known, weights, adapters, seal = identity
         self.segments = [hello.segment for hello in hellos]
         self._may_have_counted = True
-        """Whether counts may differ from those last offered to `stats_file`."""
-        self._is_given_up, self._metrics = False, metrics
+        """False while the counts are those last offered to `stats_file`."""
+        self._is_given_up = False
+        self._metrics = metrics
         self.queues: tuple[TierExecutor, ...] = ()
         self.step_lookup: SupportsStepLookup | None = None
         self.store: SharedTierConfig | None = None
         """Where the workers look at a step's beginning; None if they do not."""
-        self._config, self._block_size, self._adapters = config, groups.block_size, adapters
+        self._config = config
+        self._block_size = groups.block_size
+        self._adapters = adapters
         arena, attached = attach_all(hellos)
         metrics.use_tiers(labels := tier_labels(config.tiers))
         for label, url in zip(labels, config.tiers, strict=True):
@@ -87,12 +90,12 @@ class MountedCache:
         metrics.set_info("info", __version__, str(groups.block_size), str(arena.num_ranks))
         self._arena = arena
         self.last_save = 0
-        """The last save that the workers were told of, by its job id."""
+        """Job id of the last save ordered of the workers."""
         self._rank_slot_bytes = tuple(segment.rank_slot_bytes for segment in arena.segments)
         self._late_tiers = LateTiers(config, seal, known, arena.slot_bytes, weights) if weights is not None else None
         tiers = self._late_tiers.open() if self._late_tiers is not None else None
         self.own: PactCache | None = None
-        """kvpact's own cache, which alone has tiers; None if `cache` is another author's."""
+        """kvpact's own cache, the only kind with tiers; None if `cache` is another author's."""
         if config.cache is None:
             self.own = PactCache(
                 config,
@@ -106,8 +109,8 @@ class MountedCache:
             self.cache: ExternalCache = self.own
         else:
             slots = arena.num_slots, arena.num_ranks, arena.rank_slot_bytes
-            told = None if groups == one_group(groups.block_size) else groups
-            spec = CacheSpec(groups.block_size, *slots, known.digest, time.monotonic, told)
+            several = None if groups == one_group(groups.block_size) else groups
+            spec = CacheSpec(groups.block_size, *slots, known.digest, time.monotonic, several)
             self.cache = _cache_of_another(config.cache, spec)
         if tiers is not None:
             self._use(tiers)
@@ -162,7 +165,7 @@ class MountedCache:
 
     @property
     def copies_are_proven(self) -> bool:
-        """Whether a step may wait for a load: until then each load is checked while its request waits."""
+        """True once a step may wait for a load; before, each load is checked while its request waits."""
         return self._arena.standing is Standing.PROVEN
 
     def apply_notices(self) -> None:
@@ -191,7 +194,7 @@ class MountedCache:
             if self.own is not None:
                 self.own.writeback.refute_run()
         if self.own is not None:
-            self.own.tiers.poll()  # they are told, piece by piece
+            self.own.tiers.poll()  # their deletions go on, piece by piece
             self.own.tiers.end_step()
 
     def found_in(self, match: ExternalKVMatch, num_tokens: int) -> list[tuple[str, int]]:
@@ -266,7 +269,7 @@ def attach_all(hellos: Sequence[WorkerHandshake]) -> tuple[Arena, Sequence[Arena
 
 
 def _cache_of_another(name: str, spec: CacheSpec) -> ExternalCache:
-    """What the class or function `name` makes. Raises ConfigError if there is none, or it makes no cache."""
+    """Cache made by the class or function `name`. Raises ConfigError if there is none, or it makes no cache."""
     factory = find_factory(name)
     try:
         cache = factory(spec)

@@ -23,7 +23,7 @@ from kvpact.cache.prefetch import Lacking, Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.totals import NO_SOURCES, Sources
-from kvpact.cache.waiting import Claim, Event, Facts, Queue, Told
+from kvpact.cache.waiting import Claim, Facts, Queue, Reply, WaitEvent
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch
 from kvpact.identity.keys import BlockKey
@@ -86,7 +86,7 @@ class Planner:
         plan, now, behind = self.ledger.find(request_id), self.tiers.clock(), False
         if plan is not facts.plan or now >= self._deadline(state):
             return False
-        if state.waiting.told is Told.NO_ROOM:
+        if state.waiting.reply is Reply.NO_ROOM:
             behind = self.queue.lacks > 0
             if not behind and (facts.room != self.index.available_slots or self.tiers.has_overdue):
                 return False
@@ -103,32 +103,32 @@ class Planner:
 
     def begin_waiting(self, state: RequestState) -> None:
         """The request was told "ask again later" before it was asked for: its deadline runs."""
-        state.waiting.note(Event.AHEAD, self.tiers.clock() + self.config.prepare_deadline)
+        state.waiting.note(WaitEvent.AHEAD, self.tiers.clock() + self.config.prepare_deadline)
 
     def prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`: a match, or None for "ask again later"."""
         waiting = state.waiting
-        if waiting.told in (Told.LATER, Told.NO_ROOM):
-            waiting.note(Event.CHANGED)
+        if waiting.reply in (Reply.LATER, Reply.NO_ROOM):
+            waiting.note(WaitEvent.CHANGED)
         waiting.claim = None
         answer = self._prepare(request, state, computed_tokens)
         if isinstance(answer, Wait) or not answer.num_tokens:
             self.load_budget.release(request.request_id)
         if isinstance(answer, ExternalKVMatch):
-            waiting.note(Event.ANSWERED)
+            waiting.note(WaitEvent.ANSWERED)
             return answer
         plan, until = self.ledger.find(request.request_id), self.tiers.clock() + self.config.prepare_deadline
         facts = Facts(computed_tokens, self.tiers.completions, plan, self.index.available_slots)
         if answer.put_off:
-            waiting.note(Event.PUT_OFF, until)
+            waiting.note(WaitEvent.PUT_OFF, until)
         else:
-            waiting.note(Event.NO_ROOM if answer.no_room else Event.LATER, until, facts)
+            waiting.note(WaitEvent.NO_ROOM if answer.no_room else WaitEvent.LATER, until, facts)
         self.queue.note(waiting)
         return None
 
     def decline(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> None:
         """Called instead of `prepare` in a step without time for it: the request is a miss."""
-        state.waiting.note(Event.DECLINED)
+        state.waiting.note(WaitEvent.DECLINED)
         self.load_budget.release(request.request_id)
         start = computed_tokens // self.groups.block_size
         loadable = self.loadable_blocks(request)
@@ -306,7 +306,7 @@ class Planner:
         enough = available.resident - probe.start >= self.config.min_match_blocks
         return Limits(
             self.config.min_match_blocks,
-            has_news and state.waiting.told is not Told.PUT_OFF and self.tiers.budget.exhausted,
+            has_news and state.waiting.reply is not Reply.PUT_OFF and self.tiers.budget.exhausted,
             faster,
             MissReason.NOT_STORED if enough else self._why_not_found(probe, available, silent),
         )
@@ -422,7 +422,7 @@ class Planner:
     def _let_tiers_go(self, probe: _Probe) -> None:
         """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""
         if probe.plan is not None:
-            probe.state.waiting.note(Event.OVER, probe.now)
+            probe.state.waiting.note(WaitEvent.OVER, probe.now)
         if probe.state.tier_lookup is not None:
             probe.state.tier_lookup.give_up(late=True)
 

@@ -1,4 +1,4 @@
-"""What became of each request, for people who ask why: one record for each of the last ones.
+"""Records of the last requests, for `kvpact why`: lookups, plans and tokens of each.
 
 Owns the records, of which there are at most `RECORDS`, and sums over all prompts. Whoever learns something of a
 request writes it into its record; nothing here decides anything.
@@ -18,11 +18,11 @@ from kvpact.errors import NAME_CHARS, kept_id, printable
 from kvpact.metrics import EndReason, MissReason
 
 RECORDS: Final = 256
-"""Requests of which a record is kept: about 100 KB, and at most 2 MB where clients choose long ids."""
+"""Requests that have a record: about 100 KB, and at most 2 MB where clients choose long ids."""
 
 
 def name_of(request_id: str) -> str:
-    """A request's id as people are told it."""
+    """A request's id as it is shown to people."""
     shown = request_id[:NAME_CHARS]
     return shown if shown.isascii() else printable(shown)
 
@@ -41,14 +41,14 @@ class RequestRecord(msgspec.Struct, gc=False):
     found: Availability | None = None
     """Where its blocks were before any was read for it."""
     miss: MissReason | None = None
-    """Why nothing was promised."""
+    """Reason why nothing was promised."""
     belief: str = ""
-    """What was believed of a tier that was not asked, or failed, and may have had it."""
+    """Belief about a tier that was not asked, or failed, and may have had it."""
     blocks: tuple[int, int] = (0, 0)
     """First block, and the one after the last, of its last plan that has ended."""
     plans: int = 0
     ended: EndReason | None = None
-    """How its last plan ended."""
+    """Reason for the end of its last plan."""
     promised_tokens: int = 0
     committed_tokens: int = 0
     loaded_tokens: int = 0
@@ -71,7 +71,8 @@ class Records:
     """The last requests, by `kept_id`, the oldest first. Written by the scheduler's thread, read by any."""
 
     def __init__(self, clock: Callable[[], float], most: int = RECORDS) -> None:
-        self._most, self._clock = most, clock
+        self._most = most
+        self._clock = clock
         self._by_id: OrderedDict[str, RequestRecord] = OrderedDict()
         self.prompts = Prompts()
 

@@ -1,4 +1,4 @@
-"""What the cache knows of each live request.
+"""State of each live request.
 
 Owns nothing else: the ledger owns a request's plan, `jobs.py` its copies.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvpact.cache.counted_lookups import CountedLookups
 from kvpact.cache.records import Records, RequestRecord
-from kvpact.cache.waiting import Event, Told, Waiting
+from kvpact.cache.waiting import Reply, WaitEvent, Waiting
 from kvpact.contract import EngineRequest
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.groups import GroupSet
@@ -30,17 +30,17 @@ class TierLookup:
     pending: dict[TierClient, OpId] = field(default_factory=dict)
     hits: dict[TierClient, int] = field(default_factory=dict)
     loose: dict[TierClient, dict[BlockKey, bool]] = field(default_factory=dict)
-    """Whether each holds the loose blocks that it was asked for."""
+    """Loose blocks that each was asked for: True if it holds the block."""
     silent: dict[TierClient, MissReason] = field(default_factory=dict)
     """Tiers that say nothing of it, and why: they were not asked, or failed."""
     rounds: int = 0
-    """How often the tiers were asked for loose blocks."""
+    """Number of times that the tiers were asked for loose blocks."""
     late: bool = False
-    """Whether one did not answer in time."""
+    """True if a tier did not answer in time."""
 
     @property
     def done(self) -> bool:
-        """Whether every tier that was asked has answered."""
+        """True once every tier that was asked has answered."""
         return not self.pending
 
     def give_up(self, *, late: bool) -> None:
@@ -53,17 +53,17 @@ class TierLookup:
 
 @dataclass(slots=True)
 class RequestState:
-    """What the cache knows of one live request. A request without `keys` (its identity is unknown) is not cached."""
+    """State of one live request. A request without `keys` (its identity is unknown) is not cached."""
 
     keys: BlockKeys | None = None
     identity: RequestIdentity | None = None
-    """The identity of which `keys` were made."""
+    """Identity that `keys` were made from."""
     generation: int = 0
     """The epoch of `keys`, as counted by `Epochs`."""
     tag: Tag = NO_TAG
     """The tag of blocks that the request fills now."""
     tail_tag: Tag = NO_TAG
-    """The tag with which the request's last, partly filled block was begun."""
+    """Tag of the request's last, partly filled block, as of its first token."""
     sound: int = 0
     """Number of its rows, from the first on, whose blocks in all groups have its tag, as far as the engine has them."""
     offloaded_blocks: int = 0
@@ -71,9 +71,9 @@ class RequestState:
     invalid_from: int | None = None
     """The first block that failed to load: neither it nor later ones are promised to this request again (H09)."""
     waiting: Waiting = field(default_factory=Waiting)
-    """What it was told, and how long it may be told "ask again later"."""
+    """Last reply to it, and the deadline of "ask again later"."""
     lookups: CountedLookups = field(default_factory=CountedLookups)
-    """Which of its lookups are counted."""
+    """Counts of its lookups, each once."""
     tier_lookup: TierLookup | None = None
     """The request's only question to the shared tiers."""
     computed: int = 0
@@ -89,19 +89,19 @@ class RequestState:
     staged: dict[BlockKey, str] = field(default_factory=dict)
     """The loose blocks that are read for the request's plan, each with the tier that has it."""
     branches: tuple[int, ...] = ()
-    """Rows at which another request may go on from what this one computes: where the engine's own blocks end, and where
-    the stored chain does. The loose blocks that are lacking there are saved."""
+    """Rows where another request may branch off this one: the end of the engine's own blocks, and that of the stored
+    chain. The loose blocks that are lacking there are saved."""
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
     record: RequestRecord = field(default_factory=RequestRecord)
-    """What people are told of it."""
+    """Record of it for people."""
 
     def note_sound(self, rows: int) -> None:
-        """So many of its rows, from the first on, were found to be sound."""
+        """Note that its first `rows` rows have its tag."""
         self.sound = rows
 
     def note_offloaded(self, rows: int) -> None:
-        """So many of its rows, from the first on, need not be offered for saving again."""
+        """Note that its first `rows` rows need not be offered for saving again."""
         self.offloaded_blocks = rows
 
     def note_quiet(self, until: int) -> None:
@@ -109,8 +109,9 @@ class RequestState:
         self.quiet_until = until
 
     def retag(self, tag: Tag) -> None:
-        """What it fills from now on has another tag than what it has filled."""
-        self.tag, self.sound = tag, 0
+        """Tag the blocks that it fills from now on; those it has filled have another tag."""
+        self.tag = tag
+        self.sound = 0
 
     def begin_lookup(self, lookup: TierLookup) -> None:
         """The tiers are asked for it, once."""
@@ -118,9 +119,11 @@ class RequestState:
 
     def advance(self, computed_tokens: int) -> None:
         """After this step the engine has `computed_tokens` of the request."""
-        self.computed, self.quiet_until = computed_tokens, 0
+        self.computed = computed_tokens
+        self.quiet_until = 0
         if computed_tokens > self.max_computed:
-            self.max_computed, self.loads_without_progress = computed_tokens, 0
+            self.max_computed = computed_tokens
+            self.loads_without_progress = 0
 
     def tag_of_filled(self, before: int, computed: int, block_size: int) -> Tag:
         """The step computes tokens [before, computed), after `sound` is known: the tag of the blocks that it fills.
@@ -141,8 +144,9 @@ class RequestState:
 
     def commit(self, num_tokens: int, rows: BlockRange) -> None:
         """The engine takes `num_tokens` more from the cache, which reach into these rows."""
-        self.waiting.note(Event.ANEW)
-        self.tail_tag, self.quiet_until = self.tag, 0
+        self.waiting.note(WaitEvent.ANEW)
+        self.tail_tag = self.tag
+        self.quiet_until = 0
         self.computed += num_tokens
         self.loads_without_progress += 1
         end = rows.start + rows.count
@@ -178,7 +182,7 @@ class Requests:
     """Called as `renamed(request id, state, block)` when a request's blocks from `block` on get other keys."""
     block_size: int = field(init=False)
     _chain_digest: bytes = field(init=False)
-    """What the keys of all chains begin with besides the namespace."""
+    """Start of the keys of all chains, beside the namespace."""
     _tokens_ahead: int = field(init=False)
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
 
@@ -201,7 +205,10 @@ class Requests:
     def probed(self, request: EngineRequest, computed_tokens: int) -> RequestState:
         """The state of a request for which the engine probes. It has `computed_tokens`; their blocks are unknown."""
         state = self.of(request)
-        state.computed, state.sound, state.loaded_rows, state.quiet_until = computed_tokens, 0, 0, 0
+        state.computed = computed_tokens
+        state.sound = 0
+        state.loaded_rows = 0
+        state.quiet_until = 0
         if not state.max_computed:
             state.record.engine_tokens = computed_tokens
         return state
@@ -213,9 +220,13 @@ class Requests:
 
         Returns the others, and how many tokens the step computes of those.
         """
-        live, generation, others, tokens = self.live, self.epochs.generation, [], 0
+        live = self.live
+        generation = self.epochs.generation
+        others = list[str]()
+        tokens = 0
         for request_id, before in zip(request_ids, computed, strict=True):
-            state, new = live.get(request_id), step_tokens[request_id]
+            state = live.get(request_id)
+            new = step_tokens[request_id]
             after = before + new
             if (
                 state is not None
@@ -231,9 +242,13 @@ class Requests:
 
     def _identify(self, request_id: str, state: RequestState, identity: RequestIdentity | None) -> None:
         """The request is new or has grown, or a new epoch began: its blocks have other keys from some block on."""
-        epochs, before, kept, is_new = self.epochs, state.identity, 0, state.keys is None
+        epochs = self.epochs
+        before = state.identity
+        kept = 0
+        is_new = state.keys is None
         same_epoch = state.generation == epochs.generation
-        state.identity, state.generation = identity, epochs.generation
+        state.identity = identity
+        state.generation = epochs.generation
         state.tag = self.tags.tag_of(epochs.generation, identity.adapter) if identity is not None else NO_TAG
         if identity is None:
             state.keys = None
@@ -242,10 +257,11 @@ class Requests:
         else:
             root = self.namespace, self.block_size, identity, epochs.current, self._chain_digest
             state.keys = BlockKeys(*root, ahead=self._tokens_ahead)
-        state.offloaded_blocks, state.sound = min(state.offloaded_blocks, kept), min(state.sound, kept)
+        state.offloaded_blocks = min(state.offloaded_blocks, kept)
+        state.sound = min(state.sound, kept)
         state.loose_keys.clear()
-        if state.waiting.told in (Told.LATER, Told.NO_ROOM):
-            state.waiting.note(Event.CHANGED)
+        if state.waiting.reply in (Reply.LATER, Reply.NO_ROOM):
+            state.waiting.note(WaitEvent.CHANGED)
         if not is_new:
             self.renamed(request_id, state, kept)
 
@@ -253,7 +269,7 @@ class Requests:
         """It was the engine that kept the request waiting: it may wait for tiers once more (P11)."""
         state = self.live.get(request_id)
         if state is not None:
-            state.waiting.note(Event.ANEW)
+            state.waiting.note(WaitEvent.ANEW)
 
     def not_again(self, request_id: str, first: int) -> None:
         """A load failed from block `first` on, for whatever reason: do not promise that to the request again (H09).

@@ -29,7 +29,7 @@ CLOSE_SECONDS = 2.0
 """Seconds that the last status, and the one before it, may take to be written."""
 
 TRIES = 50
-"""How often a name is tried, every `RETRY_SECONDS`: the threads of an engine that was just killed may keep its lock."""
+"""Tries for a name, every `RETRY_SECONDS`: the threads of an engine that was just killed may keep its lock."""
 
 RETRY_SECONDS = 0.04
 
@@ -73,7 +73,7 @@ class StatsFile:
         self.offer(status)
         try:
             self._latest.put(None, timeout=CLOSE_SECONDS)
-        except Full:  # a write hangs: the thread cannot be ended
+        except Full:  # a write is stuck: the thread cannot be ended
             return
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)

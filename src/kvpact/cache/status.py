@@ -24,7 +24,7 @@ VERSION: Final = 1
 """The document's; it grows when a field gets another meaning or goes."""
 
 FEW: Final = 10
-"""Lookups below which it means nothing yet that all of them miss."""
+"""Least number of lookups; if fewer all miss, that means nothing yet."""
 
 CHANGES: Final = {
     MissReason.NOT_STORED: "nothing",
@@ -55,11 +55,11 @@ class TierState(msgspec.Struct):
     complaint: str = ""
     """Fault of a tier in use: too slow, full, read-only; "" if there is none."""
     doubted_for: float = 0.0
-    """Seconds for which it has been paused, or too slow."""
+    """Seconds that it has been paused, or too slow."""
 
 
 class Lease(msgspec.Struct):
-    """An open plan, which holds blocks in memory."""
+    """Open plan; it holds blocks in memory."""
 
     request_id: str
     state: str
@@ -198,6 +198,7 @@ def status_of(
         )
         for plan in cache.ledger.open_plans()
     ]
-    found.records, prompts = cache.requests.records.all(), cache.requests.records.prompts
+    found.records = cache.requests.records.all()
+    prompts = cache.requests.records.prompts
     found.prompts = msgspec.structs.replace(prompts, used_tokens=cache.ledger.totals.used_tokens)
     return found

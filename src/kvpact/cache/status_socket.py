@@ -1,7 +1,7 @@
 """The unix socket on which an engine answers people of its own user, and how its callers find it.
 
 Owns the place of the sockets, who may use them and the thread that answers. A caller connects, reads one document and
-is left alone; whatever it does costs the engine no step. A socket that cannot be made costs one line in the log.
+is served no more; whatever it does costs the engine no step. A socket that cannot be made costs one line in the log.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class StatusSocket:
     """Answers every caller with what `tell` returns, on a thread of its own."""
 
     def __init__(self, tell: Callable[[], bytes]) -> None:
-        self._tell, self._told, self._lock = tell, LogOnce(logger), threading.Lock()
+        self._tell = tell
+        self._told = LogOnce(logger)
+        self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._closed = threading.Event()
         self._thread = start_background("kvpact-status", self._run)
@@ -87,7 +89,8 @@ class StatusSocket:
     def _listen(self, folder: OwnFolder) -> None:
         """Answer callers until the end. The socket gets its name once it listens: before, it would look dead."""
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        hidden, path = folder.held / f".{name}", folder.held / f"{name}.sock"
+        hidden = folder.held / f".{name}"
+        path = folder.held / f"{name}.sock"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as made:
             listener.bind(str(hidden))
             made.callback(hidden.unlink, missing_ok=True)
@@ -111,11 +114,11 @@ class StatusSocket:
             except OSError:
                 pass  # it has left, or does not read
             except Exception as error:
-                self._told.log("tell", logging.WARNING, "kvpact: no status can be told: %s", reason_of(error))
+                self._told.log("tell", logging.WARNING, "kvpact: cannot send the status: %s", reason_of(error))
 
 
 def answers() -> list[tuple[str, bytes]]:
-    """What each live engine of this user says, with the path of its socket; sockets of dead engines are removed.
+    """Answers of all live engines of this user, each with the path of its socket; sockets of dead engines are removed.
 
     One that does not answer in time says b"". All are asked at once.
     """
@@ -124,9 +127,9 @@ def answers() -> list[tuple[str, bytes]]:
         with suppress(OSError, NotOurs), OwnFolder.again(parent, PRIVATE, name) as folder:
             paths = _sockets_in(folder)
             with ThreadPoolExecutor(MOST_ASKED) as threads:
-                told = [*threads.map(partial(_ask, seconds=ANSWER_SECONDS), paths)]
+                replies = [*threads.map(partial(_ask, seconds=ANSWER_SECONDS), paths)]
             names = (str(folder.path / path.name) for path in paths)
-            found += [(name, said) for name, said in zip(names, told, strict=True) if said is not None]
+            found += [(name, said) for name, said in zip(names, replies, strict=True) if said is not None]
     return found
 
 
@@ -135,7 +138,7 @@ def _sockets_in(folder: OwnFolder) -> list[Path]:
 
 
 def _ask(path: Path, seconds: float) -> bytes | None:
-    """What an engine says within so many seconds, or b""; None, and its socket is removed, if it has ended.
+    """Answer of an engine within `seconds`, or b""; None, and its socket is removed, if it has ended.
 
     To connect takes no time: the socket has a place for it, or refuses.
     """

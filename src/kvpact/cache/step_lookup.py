@@ -22,16 +22,16 @@ from kvpact.ranges import BlockRange, RangeSet
 
 @dataclass(slots=True)
 class _Open:
-    """A lookup under way: which ranks have loaded, and how many blocks."""
+    """Lookup under way: the ranks that have loaded, and the number of blocks."""
 
     lookup: StepLookup
     job: SaveJob
     loaded_blocks: int = 0
     ranks: set[int] = field(default_factory=set)
     sources: set[tuple[int, str]] = field(default_factory=set)
-    """Where its blocks were read, as a plan has it."""
+    """Sources of its blocks, as a plan has them."""
     is_void: bool = False
-    """Whether the engine computes what was found all the same."""
+    """True if the engine computes the found blocks all the same."""
 
 
 @dataclass(eq=False)
@@ -53,10 +53,11 @@ class StepLookups:
         self.tiers.metrics.add("step_lookups")
 
     def end_step(self) -> tuple[StepLookup, ...]:
-        """The lookups to tell the workers of; the next step begins empty."""
+        """Lookups for the workers; the next step begins empty."""
         if not self._ordered:
             return ()
-        ordered, self._ordered = tuple(self._ordered), []
+        ordered = tuple(self._ordered)
+        self._ordered = []
         return ordered
 
     def abandon_step(self) -> None:
@@ -77,9 +78,9 @@ class StepLookups:
             task.is_void |= not block_ids.isdisjoint(task.job.block_ids)
 
     def apply_report(self, report: WorkerReport, now: float) -> list[LoadSettlement]:
-        """Count what ranks have loaded; returns the lookups that this settles, with the tokens not computed.
+        """Count the ranks' loads; returns the lookups that this settles, with the tokens not computed.
 
-        What failed on a rank is not looked up for the request again.
+        Blocks that failed on a rank are not looked up for the request again.
         """
         settled: list[LoadSettlement] = []
         if not self._open:
@@ -102,7 +103,9 @@ class StepLookups:
         return settled
 
     def _settle(self, task: _Open, now: float) -> LoadSettlement:
-        lookup, job, size = task.lookup, task.job, self.requests.block_size
+        lookup = task.lookup
+        job = task.job
+        size = self.requests.block_size
         blocks = BlockRange(job.start_block, task.loaded_blocks)
         used = min(blocks.end * size - lookup.computed_tokens, lookup.max_tokens)
         self.ledger.note_step_match(

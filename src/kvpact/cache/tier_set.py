@@ -1,4 +1,4 @@
-"""The tiers below one arena, in the user's order: what they have finished, what is known of them, what they count.
+"""Tiers below one arena, in the user's order: their results, the beliefs about them, and their counts.
 
 Owns the operations under way in them until each has ended, and the part of a step that takes in their results. The
 caller that begins an operation decides what it is for. Runs on the scheduler's thread and only submits work to the
@@ -36,21 +36,21 @@ arena."""
 
 
 class TierContents:
-    """What is known of one tier's blocks; at most `most` of each kind."""
+    """Beliefs about one tier's blocks; at most `most` of each kind."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.being_written: set[BlockKey] = set()
         self.unshareable = LRUKeySet(most)
-        """What was written to a shared tier under a drawn epoch; deleted when the engine ends."""
+        """Blocks written to a shared tier under a drawn epoch; deleted when the engine ends."""
         self.forget()
 
     def forget(self) -> None:
         """The tier is another one now: nothing is known of what it holds."""
         self.found = LRUKeySet(self._most)
-        """What a shared tier was found to hold, and when. If it has evicted that since, the next lookup says so."""
+        """Blocks found in a shared tier, with the time. If it has evicted one since, the next lookup says so."""
         self.refuted = LRUKeySet(self._most)
-        """What the tier claimed to hold and did not deliver; see `REFUTED_SECONDS`."""
+        """Blocks that the tier claimed to hold and did not deliver; see `REFUTED_SECONDS`."""
         self.offered_again = LRUKeySet(self._most)
         """Last keys of chains that were offered to the tier once more; see `WriteBack.note_used`."""
 
@@ -60,7 +60,7 @@ class TierContents:
         self.found.discard(keys[held:])
 
     def believes(self, key: BlockKey, now: float) -> bool:
-        """Whether a shared tier was found to hold this block within `ASK_AGAIN_SECONDS`."""
+        """True if this block was found in the shared tier within `ASK_AGAIN_SECONDS`."""
         return self.found.added_since(key, now - ASK_AGAIN_SECONDS)
 
     def without_refuted(self, count: Callable[[Sequence[BlockKey]], int], now: float, keys: Sequence[BlockKey]) -> int:
@@ -131,7 +131,7 @@ class TierSet:
         return came
 
     def may_share(self, epoch: Epoch) -> bool:
-        """Whether shared tiers may hold blocks of this epoch: of a drawn one only if that is configured."""
+        """True if shared tiers may hold blocks of this epoch: of a drawn one only if that is configured."""
         return self.share_drawn_epochs or not epoch.is_drawn
 
     # Operations
@@ -156,12 +156,12 @@ class TierSet:
 
     @property
     def has_overdue(self) -> bool:
-        """Whether one of them has an overdue operation."""
+        """True if a tier has an overdue operation."""
         return any(client.health.has_overdue for client in self.clients)
 
     @property
     def has_completions(self) -> bool:
-        """Whether `poll` would take in anything now."""
+        """True if `poll` would take in a result now."""
         return self._polled < POLL_SECONDS and any(client.executor.has_completions for client in self.clients)
 
     def end_step(self) -> None:
@@ -169,7 +169,7 @@ class TierSet:
         self._polled = 0.0
 
     def poll(self, limit: float = POLL_SECONDS) -> None:
-        """Take in what the tiers' threads have finished, for at most `limit` seconds of a step."""
+        """Take in the results of the tiers' threads, for at most `limit` seconds of a step."""
         if self._polled >= limit:
             return
         began = now = self.clock()
@@ -196,7 +196,7 @@ class TierSet:
             self.contents[client].found.discard(keys)
             client.delete(keys)
 
-    # What workers read by themselves
+    # Reads by the workers themselves
 
     @property
     def shared_tiers(self) -> list[int]:
@@ -213,7 +213,7 @@ class TierSet:
         self.contents[client].found.add(keys, self.clock())
         self.count_read(client, len(keys), len(keys) * self.arena.slot_bytes)  # of the model's only KV cache group
 
-    # Telling
+    # Counting
 
     def count_read(self, client: TierClient, blocks: int, nbytes: int) -> None:
         """Count `blocks` blocks of `nbytes` bytes in all, read from a tier."""
@@ -226,7 +226,7 @@ class TierSet:
             observe_tier(self.metrics, client, self.arena.slot_bytes)
 
     def close(self, timeout: float) -> bool:
-        """Flush what is queued, at most `timeout` seconds over all tiers, and close them; whether all was flushed."""
+        """Flush the queues in at most `timeout` seconds over all tiers, and close them; True if all was flushed."""
         share = timeout / max(1, len(self.clients))
         flushed = [client.close(share) for client in self.clients]
         self.poll(inf)

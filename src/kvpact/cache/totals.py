@@ -1,4 +1,4 @@
-"""What a ledger has counted since its start, and the sums that must agree.
+"""Counts of a ledger since its start, and the sums that must agree.
 
 Owns the counts; the ledger adds to them.
 """
@@ -19,7 +19,7 @@ Rows: TypeAlias = tuple[tuple[int, str], ...]
 
 
 class Sources(NamedTuple):
-    """Where what a match needs was found, and how many bytes there: rows of its chain, and blocks of side groups."""
+    """Sources of a match, with the bytes that each supplied: rows of its chain, and blocks of side groups."""
 
     rows: Rows = ()
     """Memory has the rows of which nothing is said."""
@@ -76,7 +76,7 @@ def shares_of(whole: int, amounts: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class Totals:
-    """What a ledger has counted since its start; no number falls.
+    """Counts of a ledger since its start; no number falls.
 
     Tokens: `promised = committed + withdrawn + still planned`, `committed = loaded + failed + still loading`,
     `loaded >= used + used_again`. `used` counts each position of a request once; positions that the same request

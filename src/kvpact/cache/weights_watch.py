@@ -1,4 +1,4 @@
-"""The scheduler half's watch over the weights: it tells the cache of the ranks' notices before a hook asks the cache.
+"""Watch of the scheduler half over the weights: it applies the ranks' notices before a hook asks the cache.
 
 Owns the last notices of the ranks, and whether the cache may serve. `kvpact.vllm.worker` lets the ranks write notices.
 """
@@ -28,13 +28,13 @@ class WeightsWatch:
         self._cache = cache
         self._notices: tuple[Notice, ...] = self._reader.look() or ()
         self.changes: tuple[int, ...] = tuple(notice.changes for notice in self._notices)
-        """How often the weights of each rank have changed, as of the last look."""
+        """Number of changes of each rank's weights, as of the last look."""
         self.serves = True
         """False after a reset that failed, until one works."""
         self._before_sleep: tuple[Notice, ...] | None = None
         """The ranks' notices at the engine's last reset, until the engine takes another step."""
         self._words: tuple[int, ...] = tuple(notice.words for notice in self._notices)
-        """How often each rank had been given a version when the cache was given the last one."""
+        """Number of versions that each rank had been given when the cache got the last one."""
         self._refused: set[str] = set()
 
     def look(self) -> bool:
@@ -61,11 +61,13 @@ class WeightsWatch:
         self._reader.close()
 
     def _take(self, notices: tuple[Notice, ...]) -> None:
-        before, self._notices = self._notices, notices
+        before = self._notices
+        self._notices = notices
         self.changes = tuple(notice.changes for notice in notices)
         if any(now.changes != then.changes for now, then in zip(notices, before, strict=True)):
             self._reset()
-        word, words = notices[0].word, tuple(notice.words for notice in notices)
+        word = notices[0].word
+        words = tuple(notice.words for notice in notices)
         if word and words != self._words and all(notice.word == word for notice in notices):
             self._words = words
             self._before_sleep = None  # a new version does not mean the weights from before

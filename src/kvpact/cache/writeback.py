@@ -30,7 +30,7 @@ MAX_UNWRITTEN = 64
 """Chains that wait at most until a step has time to offer them to the tiers (P12)."""
 
 BACKLOG_SLOTS = 64
-"""Slots in which one step looks at most for blocks that a late tier lacks (P11)."""
+"""Most slots that one step searches for blocks that a late tier lacks (P11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class WriteBack:
     def __post_init__(self) -> None:
         self.index = self.memory.index
 
-    # What waits for a step that has time
+    # Chains that wait for a step that has time
 
     @property
     def waiting(self) -> int:
@@ -71,7 +71,7 @@ class WriteBack:
         return len(self._unwritten) + sum(map(len, self._backlog.values()))
 
     def note_saved(self, run: Run) -> None:
-        """Offer what was saved to the tiers, in this step or a later one.
+        """Offer saved blocks to the tiers, in this step or a later one.
 
         While ranks still check each of their copies, tiers get nothing; afterwards `begin_backlog` finds what there is.
         """
@@ -108,7 +108,7 @@ class WriteBack:
                 break
 
     def _count_gone(self, run: Run) -> None:
-        """Count what memory has dropped before the tiers were offered it, and they lack."""
+        """Count blocks that memory has dropped before the tiers, which lack them, were offered them."""
         if self.seen_once is not None or all(map(self.index.is_held, run.kept_by)):
             return
         gone = {key for key in run.keys if not self.index.is_held(key)}
@@ -130,9 +130,9 @@ class WriteBack:
         self._backlog = dict.fromkeys(self.tiers.clients, range(self.index.space.slot_rows))
 
     def offer_backlog(self) -> bool:
-        """Offer more of what memory held when the tiers were opened, to each that has room and may be written.
+        """Offer more blocks that memory held when the tiers were opened, to each that has room and may be written.
 
-        Returns whether anything was done. A tier that is ill, or slow, keeps its place, and holds up no other.
+        Returns True if any was offered. A paused or slow tier keeps its place, and holds up no other.
         """
         return sum(map(self._offer_slots, [*self._backlog])) > 0
 
@@ -150,7 +150,7 @@ class WriteBack:
         return len(left) < len(slots)
 
     def _offer_slot(self, client: TierClient, slot: int) -> bool:
-        """Offer a tier the chain that ends in a slot; False if it is ill, or has no room for all of it now."""
+        """Offer a tier the chain that ends in a slot; False if it is paused, or has no room for all of it now."""
         key = self.index.key_at(slot)
         if key is None or not self.index.is_last(key):
             return True
@@ -172,20 +172,21 @@ class WriteBack:
         self._backlog.clear()
 
     def _room(self, client: TierClient) -> int:
-        """How many blocks a tier's queue would take now."""
+        """Number of blocks that a tier's queue would take now."""
         return client.executor.room // self.tiers.arena.slot_bytes
 
     def _most_per_write(self, client: TierClient) -> int:
-        """How many blocks one write to a tier may have."""
+        """Most blocks that one write to a tier may have."""
         most = client.executor.most_per_write(self.tiers.arena.slot_bytes)
         return max(1, min(most, self.tiers.arena.least_slots // 2))
 
     def _lacks(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether a tier may have lost any of these blocks that memory holds, so that they should be offered again.
+        """True if a tier may have lost any of these blocks that memory holds, so that they should be offered again.
 
-        For one block the answer is "yes" at most once in `ASK_AGAIN_SECONDS`.
+        For one block that is so at most once in `ASK_AGAIN_SECONDS`.
         """
-        now, found = self.tiers.clock(), False
+        now = self.tiers.clock()
+        found = False
         for client in self.tiers.shared if self.tiers.may_share(self.epochs.current) else ():
             contents = self.tiers.contents[client]
             for key in keys if client.health.may_write else ():
@@ -208,7 +209,7 @@ class WriteBack:
     def _give(self, client: TierClient, held: Run, most: int = maxsize) -> bool:
         """Have a tier store what it lacks of these blocks, the first `most` of that; whether it lacked no more.
 
-        A write whose tier is ill, or has a full queue, is dropped with all that it held (H52).
+        A write whose tier is paused, or has a full queue, is dropped with all that it held (H52).
         """
         lacks = held.lacked(self._written(client))
         if lacks.keys and not client.health.may_write:
@@ -223,7 +224,7 @@ class WriteBack:
         return (client for client in self.tiers.clients if may_share or not client.shared)
 
     def _admitted(self, held: Run) -> Run:
-        """What the tiers get of blocks that memory holds: with `"admit": "second-use"` what was offered before."""
+        """Run that the tiers get of blocks in memory: with `"admit": "second-use"` those that were offered before."""
         if self.seen_once is None:
             return held
         return held.held(Has(partial(_in_a_row, self.seen_once.__contains__, None), self.seen_once.__contains__))
@@ -260,7 +261,9 @@ class WriteBack:
 
     def _end_write(self, client: TierClient, op: WriteBackOp, done: PutDone, now: float) -> None:
         self._let_go(client, op)
-        contents, stored, lost = self.tiers.contents[client], op.keys, tuple[BlockKey, ...]()
+        contents = self.tiers.contents[client]
+        stored = op.keys
+        lost = tuple[BlockKey, ...]()
         if not all(done.each):
             stored = tuple(compress(op.keys, done.each))
             lost = tuple(key for key, held in zip(op.keys, done.each, strict=True) if not held)
@@ -280,7 +283,7 @@ class WriteBack:
             self.index.unpin(pin)
 
     def close(self) -> None:
-        """Offer what waits while the tiers have room, and have shared tiers delete blocks of drawn epochs.
+        """Offer waiting blocks while the tiers have room, and have shared tiers delete blocks of drawn epochs.
 
         No engine can ask for those. No step is late now.
         """

@@ -338,7 +338,7 @@ def status(
     leases: Annotated[bool, typer.Option("--leases", help="List the plans that hold blocks now.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show whether the cache helps: prompt tokens served from cache, faults, and the one thing to change.
+    """Show the use of the cache: prompt tokens served from it, faults, and the one thing to change.
 
     Without a URL, asks all engines of this user on this machine. Exit code 1 if a tier is down, 2 if no engine answers.
     """
@@ -355,7 +355,7 @@ def why(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Explain what the cache did for a request, by its response's id; without an id, list the last 20.
+    """Explain the cache's answers to a request, by its response's id; without an id, list the last 20.
 
     Asks the engines of this user on this machine.
     """

@@ -87,7 +87,7 @@ def bad(text: str) -> Text:
 
 
 def busy(what: str) -> Progress:
-    """Context in which a terminal shows `what` is going on, and for how many seconds."""
+    """Context of a terminal line that says `what` is going on, and for how many seconds."""
     bar = progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     bar.add_task(printable(what), total=None)
     return bar

@@ -161,7 +161,7 @@ def what_copies(gpu: str, root: Path = Path("/"), *, through: str = "connector")
 
 
 def _place_of(option: str, vllm_arguments: Sequence[str]) -> str | None:
-    """Source from which vLLM gets this option: the command line or vLLM's own file of arguments; None if from neither.
+    """Source of this option for vLLM: the command line or vLLM's own file of arguments; None if from neither.
 
     vLLM's parser takes options with underscores, with a key behind a dot, and shortened.
     """

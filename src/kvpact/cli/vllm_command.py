@@ -49,11 +49,11 @@ class BuildOfVllm(Distribution):
         return f"{version}+{name.removeprefix(prefix)}" if name.startswith(prefix) and "+" not in version else version
 
     def read_text(self, filename: str) -> str | None:
-        """See `Distribution`."""
+        """Text of a file of the owner's metadata; None if it is missing."""
         return self._owner.read_text(filename)
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
-        """See `Distribution`."""
+        """Path of a file of the owner."""
         return self._owner.locate_file(path)
 
 

@@ -43,7 +43,7 @@ MAX_ADAPTERS = 256
 """Most adapters remembered, more than vLLM keeps loaded; the least recently used is forgotten first."""
 
 RETRY_SECONDS = 10.0
-"""Seconds after which a request has unreadable files read again."""
+"""Least seconds until a request has unreadable files read again."""
 
 
 ANEW: Final = "every rank has loaded the files as they are now: unload the adapter and load it again"

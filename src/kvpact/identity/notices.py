@@ -58,12 +58,12 @@ class NoticeWriter:
 
     @property
     def changes(self) -> int:
-        """See `Notice`."""
+        """Number of changes of the weights so far."""
         return self._head[CHANGES]
 
     @property
     def words(self) -> int:
-        """See `Notice`."""
+        """Number of versions given so far."""
         return self._head[WORDS]
 
     def weights_change(self) -> None:

@@ -133,7 +133,7 @@ class ClassedSlots:
     # Rows
 
     def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
-        """See `SlotSpace`."""
+        """See `SlotSpace`. The extent of each row counts as used."""
         rows = popped(self.free[slot_class], count)
         out = self._out
         for row in rows:
@@ -161,12 +161,12 @@ class ClassedSlots:
                 self._spare.insert(0, extent)
 
     def give_back_each(self, rows: range) -> None:
-        """See `SlotSpace`."""
+        """See `SlotSpace`. Each row may free its extent."""
         for row in rows:
             self.give_back(row)
 
     def class_of(self, row: int) -> int:
-        """See `SlotSpace`."""
+        """Class of the row's extent."""
         return self._class_of[row // self._stride]
 
     def number(self, row: int) -> int:
@@ -328,7 +328,7 @@ class ClassedSlots:
         return sorted((extent for extent, use in ages.items() if use < inf), key=ages.__getitem__)
 
     def check(self) -> None:
-        """See `SlotSpace`."""
+        """Verify that every extent has one owner, and that its free rows add up. Raises PactViolation."""
         owned = [*chain(*self._extents), *self._spare, *self._draining]
         require(len(set(owned)) == len(owned), "an extent belongs to two")
         reachable = {*range(self.usable), *range(self._num_extents, len(self._out)), *self._draining}

@@ -141,7 +141,7 @@ class Losses:
 
     @property
     def now(self) -> int:
-        """See `Blocks`."""
+        """Tick of the policy's clock."""
         return self._table.policy.now
 
     def oldest(self, slot_class: int) -> int | None:
@@ -149,7 +149,7 @@ class Losses:
         return self._table.policy.next(self._table, slot_class)
 
     def is_needed(self, row: int) -> bool:
-        """See `Blocks`."""
+        """True if the block is being written, or held with a pin on it or after it."""
         state = self._table.state[row]
         return state != FREE and (state != HELD or self._table.holds[row] > 0)
 
@@ -172,7 +172,7 @@ class Losses:
         return self._table.policy.last_use(rows)
 
     def drop_rows(self, rows: Sequence[int]) -> None:
-        """See `Blocks`."""
+        """See `Blocks`. Counts the dropped blocks as lost."""
         for row in rows:
             if self._table.state[row] in (RESERVED, SAVED, HELD):
                 self._lost += len(self._table.remove(row))

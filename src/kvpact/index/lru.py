@@ -183,7 +183,7 @@ class LeastRecentlyUsed:
             self._used[parent] = last_use
 
     def last_use(self, rows: Sequence[int]) -> int:
-        """See `EvictionPolicy`."""
+        """Tick of the latest use among these rows."""
         if len(rows) == 1:
             return self._used[rows[0]]
         if isinstance(rows, range) and len(rows) >= FEW:
@@ -191,17 +191,17 @@ class LeastRecentlyUsed:
         return max(map(self._used.__getitem__, rows))
 
     def restored(self, rows: RowArray, times: FloatArray) -> None:
-        """See `EvictionPolicy`."""
+        """See `EvictionPolicy`. Stores the bits of the times, which sort like them."""
         self.now = max(self.now, _AFTER_STORED)
         self._used_each[rows] = (np.fmax(times, 0.0) + 0.0).view(np.int64)
 
     def ranked(self, rows: RowArray) -> RowArray:
-        """See `EvictionPolicy`."""
+        """Rows in the order of their times, by a stable sort."""
         rows = rows[::-1]
         return rows[np.argsort(self._used_each[rows], kind="stable")]
 
     def begin(self, rows: RowArray, leaves: RowArray) -> None:
-        """See `EvictionPolicy`."""
+        """See `EvictionPolicy`. All leaves stand in the queue of the first class."""
         self._used_each[rows] = np.arange(1, len(rows) + 1)
         self.now = len(rows)
         marks = np.frombuffer(self._queued, np.uint8)

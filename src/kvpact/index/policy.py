@@ -26,7 +26,7 @@ class Rows(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """Order in which an index with several slot classes evicts; each class is evicted for itself.
+    """Order of eviction in an index with several slot classes; each class is evicted for itself.
 
     Rows are given in the order of their use. Rows of one chain are neighbours, or come one after the other; an
     *attached* row belongs to a row of a chain and goes with it. A row that nobody offered is never taken.

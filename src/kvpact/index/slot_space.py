@@ -114,7 +114,7 @@ class PlainSlots:
         self.parked = array("i")  # free slots that are not handed out, in the order in which they were parked
 
     def take(self, count: int, slot_class: int = 0) -> Sequence[int]:
-        """See `SlotSpace`."""
+        """See `SlotSpace`. Names come from a stack of their own."""
         return popped(self.free[slot_class], count)
 
     def give_back(self, row: int) -> None:
@@ -125,7 +125,7 @@ class PlainSlots:
             self._names.append(row)
 
     def give_back_each(self, rows: range) -> None:
-        """See `SlotSpace`."""
+        """See `SlotSpace`. Many rows are copied at once."""
         if len(rows) < FEW or max(rows[0], rows[-1]) >= self.usable:
             for row in rows:
                 self.give_back(row)
@@ -133,7 +133,7 @@ class PlainSlots:
             self._stack.frombytes(np.arange(rows.start, rows.stop, rows.step, dtype=np.int32).tobytes())
 
     def class_of(self, row: int) -> int:
-        """See `SlotSpace`."""
+        """0 for a slot, 1 for a name."""
         return int(row >= self._num_slots)
 
     def number(self, row: int) -> int:
@@ -147,7 +147,7 @@ class PlainSlots:
         self.usable += len(new)
 
     def withdraw(self, usable: int) -> list[int]:
-        """See `SlotSpace`."""
+        """See `SlotSpace`. Rows in use are returned too."""
         withdrawn = range(usable, self.usable)
         self.usable -= len(withdrawn)
         self._stack[:] = array("i", (row for row in self._stack if row < self.usable))
@@ -165,16 +165,16 @@ class PlainSlots:
         del self.parked[-count:]
 
     def obtain(self, slot_class: int, lacking: int, blocks: Blocks) -> int:
-        """See `SlotSpace`."""
+        """0: a single class has no extents to get."""
         return 0
 
     def restore(self, used: Mapping[int, Sequence[int] | RowArray]) -> None:
-        """See `SlotSpace`."""
+        """See `SlotSpace`. Class 1 has the names."""
         self._stack[:] = _without(range(self.usable), used.get(0, ()))
         self._names[:] = _without(range(self._num_slots, self.num_rows), used.get(1, ()))
 
     def check(self) -> None:
-        """See `SlotSpace`."""
+        """Verify that no row is free twice or beyond the usable ones. Raises PactViolation."""
         free = self._stack + self.parked, self._names
         require(all(len(set(rows)) == len(rows) for rows in free), "a row is free twice")
         require(all(0 <= row < self.usable for row in free[0]), "a row is free that is not usable")

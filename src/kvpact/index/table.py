@@ -185,7 +185,7 @@ class Table:
         self.space.give_back(row)
 
     def evictable_leaf(self, row: int) -> bool:
-        """See `Rows`."""
+        """True for a held block without holds and without a next block."""
         return self.holds[row] == 0 and self.state[row] == HELD and self.links.first_child[row] == NONE
 
     def evictable_from(self, leaf: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Forms in which a connector takes part in the pact: prepare, commit and abort by the methods that it has.
+"""Forms of a connector's part in the pact: prepare, commit and abort by the methods that it has.
 
 Owns kvpact's own form, and those in which such a lifecycle was first proposed for vLLM:
 
@@ -154,7 +154,7 @@ class MatchForm(ABC):
 
     @abstractmethod
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """See `SupportsExternalMatch`."""
+        """Ask for a match; None if the connector wants time."""
 
     @abstractmethod
     def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
@@ -162,7 +162,7 @@ class MatchForm(ABC):
 
     @abstractmethod
     def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
-        """See `SupportsExternalMatch`."""
+        """End the match without a load, for this reason."""
 
     @abstractmethod
     def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
@@ -177,7 +177,7 @@ class MatchForm(ABC):
         return match
 
     def postpone(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
-        """See `PostponesExternalMatch`."""
+        """Call the connector's `postpone_external_match`, if it has one."""
         self._postpone.method(request, self.known_as(match), reason)
 
     def confirm(self, request: Any, match: ExternalKVMatch, num_tokens: int) -> Any:
@@ -200,20 +200,20 @@ class PactForm(MatchForm):
         self.whole_only = "num_tokens" not in self._commit.arguments
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """See `MatchForm`."""
+        """Call `prepare_external_match`."""
         match: ExternalKVMatch | None = self._prepare(request, num_computed_tokens)
         return match
 
     def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
-        """See `MatchForm`."""
+        """Call `commit_external_match`, in the form that the connector takes."""
         return self._commit.method(request, match, num_tokens, blocks)
 
     def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
-        """See `MatchForm`."""
+        """Call `abort_external_match`, in the form that the connector takes."""
         self._abort.method(request, match, reason)
 
     def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
-        """See `MatchForm`."""
+        """Call `update_state_after_alloc`."""
         self._admit(request, blocks, num_tokens)
 
 
@@ -240,7 +240,7 @@ class TupleForm(MatchForm):
         return self._releases_unused or bool(self._abort.arguments) or "match" in self._update.arguments
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """See `MatchForm`."""
+        """Call `get_num_new_matched_tokens`, and make a match of its tuple."""
         num_tokens, load_kv_async, *result = self._ask(request, num_computed_tokens)
         return None if num_tokens is None else ExternalKVMatch(num_tokens, load_kv_async, *result)
 
@@ -249,26 +249,26 @@ class TupleForm(MatchForm):
         return match.query_result is not None or self._releases_unused or bool(self._abort.arguments)
 
     def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
-        """See `MatchForm`."""
+        """Call `update_state_after_alloc` with the query result, if there is one."""
         result = match.query_result
         if result is None:
             return self.admit(request, blocks, num_tokens)
         return self._update.method(request, blocks, num_tokens, result)
 
     def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
-        """See `MatchForm`."""
+        """Call the hook, or else commit no tokens, if the connector is to hear of it."""
         if self._abort.arguments:
             self._abort.method(request, self.known_as(match), reason)
         elif self.must_end(match):
             self.commit(request, match, 0, self._no_blocks)
 
     def admit(self, request: Any, blocks: Any, num_tokens: int) -> None:
-        """See `MatchForm`."""
+        """Call `update_state_after_alloc` without a query result."""
         self._update_without_result.method(request, blocks, num_tokens, None)
 
 
 def form_of(connector: Any, no_blocks: object) -> MatchForm | None:
-    """Form in which a connector speaks the pact; None if it does not.
+    """Form of the pact that a connector speaks; None if it does not.
 
     Raises ConfigError for one that has only some of the methods, or one that cannot be called.
     """

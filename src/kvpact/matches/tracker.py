@@ -35,11 +35,11 @@ class OpenMatch:
     question: tuple[int, int]
     """Numbers of the request's computed tokens, and of all its tokens, when the connector was asked."""
     asked: int
-    """Step in which the connector was asked last."""
+    """Last step that asked the connector."""
     step: int
-    """Step in which the engine last got the match as an answer."""
+    """Last step that got the match as an answer."""
     suspended: int = -1
-    """Step in which the connector last asked for time, instead of an answer."""
+    """Last step that the connector asked for time, instead of an answer."""
     exit: ExternalMatchExit | None = None
     """Reason why it was not taken in that step, if one is known."""
     reported: tuple[ExternalMatchExit, bool] | None = None
@@ -48,7 +48,7 @@ class OpenMatch:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """Commit of which the connector accepted fewer tokens."""
+    """Commit whose tokens the connector accepted in part only."""
 
     request: Any
     missing: int
@@ -73,7 +73,7 @@ class MatchTracker:
         self.ends: Counter[ExternalMatchExit] = Counter()
         """Matches that were aborted, by reason."""
         self.postponed: Counter[ExternalMatchExit] = Counter()
-        """Steps in which a match was not taken and its request still waits, by reason."""
+        """Steps that did not take a match whose request still waits, by reason."""
         self.lookups = self.commits = 0
         """Number of questions to the connector, and of matches taken."""
         self.shortfalls: list[Shortfall] = []

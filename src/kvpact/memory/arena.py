@@ -290,7 +290,7 @@ class ArenaSegment:
         return max(one.slot_bytes for one in self.classes)
 
     def address(self) -> SegmentAddress:
-        """Address by which another process of this host attaches; valid as long as this segment is open."""
+        """Address for other processes of this host to attach by; valid as long as this segment is open."""
         found = os.fstat(self.descriptor)
         (pieces,) = self.pieces
         return SegmentAddress(

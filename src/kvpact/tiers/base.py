@@ -1,4 +1,4 @@
-"""The `Tier` interface, which every place that outlives memory implements, and protocols for abilities of some.
+"""The `Tier` interface, implemented by every place that outlives memory, and protocols for abilities of some.
 
 A tier speaks of keys: each block stands for itself, and who needs a prefix counts it (`leading`). The frame of a stored
 block is `kvpact.tiers.record`'s; its names are public here.

@@ -146,7 +146,7 @@ class ClientHealth:
         self.log_pause()
 
     def note_stuck(self, is_stuck: bool) -> None:
-        """Record whether overdue operations occupy all threads; if so, cancel the reads that have not begun."""
+        """Record that overdue operations occupy all threads, or no more; if so, cancel reads that have not begun."""
         if is_stuck != self._is_stuck:
             self._is_stuck = is_stuck
             self.log_pause()

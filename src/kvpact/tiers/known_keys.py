@@ -12,10 +12,10 @@ from math import inf
 from kvpact.identity.keys import BlockKey
 
 ASK_AGAIN_SECONDS = 60.0
-"""Seconds for which a shared tier's answer is believed: others may evict, delete or restart it (H46)."""
+"""Seconds that a shared tier's answer is believed: others may evict, delete or restart it (H46)."""
 
 REFUTED_SECONDS = 5.0
-"""Seconds for which a block is not read again from a tier that claimed it and did not deliver: others may have it."""
+"""Seconds until a block is read again from a tier that claimed it and did not deliver: others may have it."""
 
 
 class LRUKeySet:

@@ -36,7 +36,7 @@ class TierContext:
 
 
 OF_A_TOOL: Final = TierContext(Namespace({"tool": "kvpact"}), 4096, for_tool=True)
-"""Namespace under which a command opens another package's tier: no engine has it."""
+"""Namespace for commands that open another package's tier: no engine has it."""
 
 
 OpenTier: TypeAlias = "Callable[[TierURL, TierContext], Tier]"

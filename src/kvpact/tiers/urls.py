@@ -44,7 +44,7 @@ class TierURL:
     path: str
     """Percent-decoded; absolute for `disk` and `dir`, a bucket's prefix, a database's number."""
     options: Mapping[str, str]
-    """Percent-decoded, checked against what the scheme knows."""
+    """Options, percent-decoded and known to the scheme."""
     host: str = field(default="", repr=False)
     """The text between "//" and the path, unchanged; it may hold a credential."""
 

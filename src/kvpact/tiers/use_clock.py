@@ -1,4 +1,4 @@
-"""Clock by which stored blocks are ordered: it never goes back, and no two clocks of hosts are compared.
+"""Clock for the order of stored blocks: it never goes back, and no two clocks of hosts are compared.
 
 Owns the distance to the monotonic clock, and the file from which all hosts of a directory go on.
 """

@@ -81,7 +81,7 @@ class EngineExits:
         return set[int]().union(*(blocks for step, blocks in self._refused if step is output))
 
     def _why(self, output: Any, found: OpenMatch, asked: bool) -> ExternalMatchExit | None:
-        """Reason for which a match was not taken in this step, if none is noted; None: taken with the step's output."""
+        """Reason why a match was not taken in this step, if none is noted; None: taken with the step's output."""
         request = found.request
         if compat.commits_later(self._scheduler, request.request_id):
             return None

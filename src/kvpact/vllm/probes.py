@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from kvpact.cache.waiting import MIN_IDENTITY_SECONDS, Event, Told, Waiting
+from kvpact.cache.waiting import MIN_IDENTITY_SECONDS, Reply, WaitEvent, Waiting
 from kvpact.contract import ExternalCache, ExternalKVMatch
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.request_identity import VllmRequest
@@ -45,10 +45,10 @@ class Probes:
         self, cache: ExternalCache, view: VllmRequest, waiting: Waiting, num_computed_tokens: int
     ) -> ExternalKVMatch | None:
         if view.awaits_identity and waiting.may_wait(now := time.monotonic()):
-            waiting.note(Event.LATER, now + max(self._timeout, MIN_IDENTITY_SECONDS))
+            waiting.note(WaitEvent.LATER, now + max(self._timeout, MIN_IDENTITY_SECONDS))
             return None
         if not self._budget.grant_turn(waiting, self._timeout, cache):
-            if waiting.told is not Told.DECLINED or cache.may_wait(view.request_id):
+            if waiting.reply is not Reply.DECLINED or cache.may_wait(view.request_id):
                 return None
             cache.decline_external_match(view, num_computed_tokens)
             return ExternalKVMatch(0)
@@ -58,14 +58,14 @@ class Probes:
             cache.abort_external_match(view.request_id, None, "error")
             raise
         if match is None:
-            waiting.note(Event.LATER, time.monotonic() + self._timeout)
+            waiting.note(WaitEvent.LATER, time.monotonic() + self._timeout)
         else:
-            waiting.note(Event.ANSWERED)
+            waiting.note(WaitEvent.ANSWERED)
         return match
 
     def on_taken(self, view: VllmRequest) -> None:
         """The engine takes tokens of the last match: the next probe begins a new wait."""
-        self._waiting_of(view).note(Event.ANEW)
+        self._waiting_of(view).note(WaitEvent.ANEW)
 
     def request_finished(self, request_id: str) -> None:
         """Forget the request."""

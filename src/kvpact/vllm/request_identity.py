@@ -150,7 +150,7 @@ class VllmRequest:
 
     @property
     def may_load(self) -> bool:
-        """See `EngineRequest`."""
+        """False if the request skips the prefix cache, or a load of it is broken."""
         return not (self.request.skip_reading_prefix_cache or self.load_broken)
 
     def release(self) -> None:

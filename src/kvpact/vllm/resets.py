@@ -90,7 +90,7 @@ class Resets:
             tracker.pausing = pausing
 
     def _give_up_saves(self) -> float | None:
-        """Seconds within which loads end; None if no connector knows, for which vLLM's own reset must do."""
+        """Most seconds until loads end; None if no connector knows: vLLM's own reset must do then."""
         connectors = connectors_of(self._scheduler.connector)
         return max((each.prepare_reset() for each in connectors if hasattr(each, "prepare_reset")), default=None)
 

@@ -36,7 +36,7 @@ LIMIT_SECONDS: Final = 0.2
 """Seconds for all blocks in and out again: 256 MiB of Llama-3-8B take 5 ms at 55 GB/s, and 0.13 s at 2 GB/s."""
 
 ATTEMPTS: Final = 3
-"""Attempts, of which the best counts: the first compiles the kernel for small pages, and the machine may be busy."""
+"""Attempts; the best one counts: the first compiles the kernel for small pages, and the machine may be busy."""
 
 PIECE_BYTES: Final = 4 << 20
 """Bytes of blocks that are compared at a time."""

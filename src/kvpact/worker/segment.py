@@ -65,7 +65,7 @@ class Sharing:
         return self.rank // self.same_kv
 
     def classes_of(self, group_bytes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """See `slot_classes`."""
+        """`slot_classes` of groups whose blocks have so many bytes on this rank."""
         return slot_classes([SlotLayout((each,)).rank_slot_bytes for each in group_bytes], ranks_differ=self.stages > 1)
 
     def classes_in(self, segment: ArenaSegment, group_bytes: Sequence[int]) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ class RankTransfers:
         self._synchronous: dict[int, Transfer] = {}
         """Job id -> load that the step waits for."""
         self._ordered: set[int] = set()
-        """Synchronous loads behind which the next computation is ordered; a device may still be copying them."""
+        """Synchronous loads that the next computation is ordered behind; a device may still be copying them."""
         self._logged: set[str] = set()
 
     def _groups_of_layers(self) -> dict[str, int]:
@@ -64,7 +64,7 @@ class RankTransfers:
         return {name: until[layer] for name, layer in self._layer_index.items()}
 
     def rebind(self, paged: PagedKV) -> None:
-        """See `TransferEngine`."""
+        """See `TransferEngine`. Layers find their groups anew."""
         self.engine.rebind(paged)
         self._groups_until = self._groups_of_layers()
 

@@ -116,7 +116,7 @@ class CacheWorker(ExternalCacheWorker):
             self.memory.suspend(self._config.shutdown_timeout, time.monotonic, time.sleep)
 
     def hello(self) -> WorkerHandshake | None:
-        """Handshake with which the scheduler side maps this rank's segment; None before `register_kv_caches`."""
+        """Handshake for the scheduler side to map this rank's segment; None before `register_kv_caches`."""
         if self._segment is None or self.memory is None:
             return None
         sizes = self.memory.group_bytes
@@ -236,7 +236,7 @@ class CacheWorker(ExternalCacheWorker):
 
     @contextmanager
     def giving_up_loads(self) -> Iterator[None]:
-        """Context in which an exception has the step's synchronous loads reported as failed."""
+        """Context that reports the step's synchronous loads as failed if an exception leaves it."""
         try:
             yield
         except Exception:
@@ -244,7 +244,7 @@ class CacheWorker(ExternalCacheWorker):
             raise
 
     def start_loads(self, work: StepWork) -> None:
-        """See `ExternalCacheWorker`."""
+        """See `ExternalCacheWorker`. Includes loads that were found at the step's beginning."""
         if self._segment is not None:
             jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
             self._segment.use([slot for job in jobs for slot in job.slots])
@@ -275,7 +275,7 @@ class CacheWorker(ExternalCacheWorker):
                 self.jobs.report_invalid(used.block_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See `ExternalCacheWorker`."""
+        """See `ExternalCacheWorker`. Costs nothing without synchronous loads."""
         if self.synchronous and self.transfers is not None:
             self.transfers.wait_for_layer(layer_name)
 
@@ -351,13 +351,13 @@ class CacheWorker(ExternalCacheWorker):
             self.jobs.fail(save)
 
     def report(self) -> WorkerReport:
-        """See `ExternalCacheWorker`."""
+        """See `ExternalCacheWorker`. Only rank 0 reports what was read from stores."""
         reads = self._reads if self.place.rank == 0 else ()
         self._reads = ()
         return WorkerReport({self.place.rank: self.jobs.report()}, reads)
 
     def shutdown(self) -> None:
-        """See `ExternalCacheWorker`."""
+        """See `ExternalCacheWorker`. Waits at most `shutdown_timeout` seconds for readers, and as long for copies."""
         if self._reader is not None:
             self._reader.close(self._config.shutdown_timeout)
         if self.transfers is not None:

@@ -43,7 +43,7 @@ class ForeignRecord(NamedTuple):
     length: int
     written: float
     checksum: int
-    """The header's own, which changes with the time of the block's last use, too."""
+    """Checksum of the header, including the time of the block's last use."""
 
 
 class ForeignRecords:

@@ -94,7 +94,7 @@ class ForeignSlabs:
             slab.records.refuse_all()
 
     def check(self) -> None:
-        """Verify what is known of every slab, for tests. Raises PactViolation."""
+        """Verify the knowledge of every slab, for tests. Raises PactViolation."""
         for slab in self._slabs:
             slab.records.check()
 

@@ -79,7 +79,7 @@ class VerifyReport:
 
     @property
     def torn(self) -> int:
-        """Records of which only the payload is damaged; a power cut or a bad disk may leave one, a kill never does."""
+        """Records with a valid header and a damaged payload; a power cut or a bad disk may leave one, a kill never."""
         return sum(record.torn for record in self.damaged)
 
 

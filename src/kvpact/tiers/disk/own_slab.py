@@ -30,7 +30,7 @@ from kvpact.tiers.disk.two_threads import on_two_threads
 from kvpact.tiers.record import bytes_of, groups_of, new_run
 
 FIRST_READ_S: Final = 0.5
-"""Seconds for which opening a slab reads its header table, some 700,000 blocks; the rest follows."""
+"""Most seconds that opening a slab reads its header table, some 700,000 blocks; the rest follows."""
 
 FIRST_PIECES: Final = 16
 """Pieces of it, of 4,096 slots each, that it reads however long they take."""

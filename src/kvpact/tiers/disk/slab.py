@@ -127,7 +127,7 @@ class SlabReader:
         return runs(slots, lambda index: bytes_of(buffers[index]) < self.superblock.slot_bytes)
 
     def close(self) -> None:
-        """Close the file, which releases its lock. No other thread may be reading or writing."""
+        """Close the file and release its lock. No other thread may be reading or writing."""
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)

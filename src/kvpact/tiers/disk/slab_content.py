@@ -42,7 +42,7 @@ _EXPLAINED: Final = 64
 
 
 READER_WAIT_S: Final = 5e-3
-"""Seconds for which a lookup waits for the reader of the header table. A piece of it takes 1 ms, the end of ten million
+"""Most seconds that a lookup waits for the reader of the header table. A piece of it takes 1 ms, the end of ten million
 blocks 0.3 s: no scheduler waits so long (H58)."""
 
 

@@ -49,7 +49,7 @@ TEND_SHARE: Final = 0.01
 LONGEST_PAUSE_S: Final = 10.0
 
 FIRST_LOOK_S: Final = 0.2
-"""Seconds for which opening the tier learns what others have stored, some 300,000 blocks; the rest follows."""
+"""Most seconds that opening the tier reads other writers' blocks, some 300,000 blocks; the rest follows."""
 
 _TEND_LOCK_S: Final = 0.2
 _CLOSE_S: Final = 2.0

@@ -46,7 +46,7 @@ SEGMENT_BYTES: Final = 1 << 30
 """Memory that this engine lends to the pool, unless the URL sets it; records there are lost with the engine."""
 
 BUFFER_BYTES: Final = 256 << 20
-"""Memory through which the client moves records: several groups of `GROUP_BYTES` at once."""
+"""Bytes of memory for the records that the client moves: several groups of `GROUP_BYTES` at once."""
 
 TIMEOUT_SECONDS: Final = 2.0
 

@@ -88,7 +88,7 @@ def table_size(start: bytes | memoryview) -> tuple[int, int]:
 
 
 def decode_pack(name: str, start: bytes | memoryview, object_bytes: int, version: PackVersion) -> Pack:
-    """Decode the table, which `start` holds in full. A truncated object has the records that are whole.
+    """Decode the table (`start` holds all of it). A truncated object has the records that are whole.
 
     Raises PackError.
     """

@@ -29,7 +29,7 @@ class Servers(ABC):
         return [self.of(b"", deadline)]
 
     def forget(self) -> None:
-        """Drop the map, which may be wrong."""
+        """Drop the map: it may be wrong."""
 
 
 class OneServer(Servers):

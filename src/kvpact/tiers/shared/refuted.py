@@ -14,7 +14,7 @@ from kvpact.tiers.record import new_run
 from kvpact.tiers.shared.store import RecordStore
 
 BELIEVED_SECONDS: Final = 10.0
-"""Seconds for which a run without a mark is not asked about again."""
+"""Seconds until a run without a mark is asked about again."""
 
 
 class RefutedRuns:

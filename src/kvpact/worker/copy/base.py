@@ -60,7 +60,7 @@ class Transfer(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """Exception because of which blocks were not copied, if any; after the end."""
+        """Exception that kept blocks from being copied, if any; after the end."""
 
     def wait(self, groups: int, seconds: float | None) -> bool:
         """Wait, on the computing thread, until the first `groups` of the engine's groups of layers are copied.

@@ -24,7 +24,7 @@ RUN_BYTES: Final = 32 << 10
 """Runs of neighbouring pages shorter than this, on average, are copied by index (benchmarks/copy_paths.py)."""
 
 PIECE_BYTES: Final = 32 << 20
-"""Bytes by which a background transfer advances: few calls; between its layers it lets urgent loads pass."""
+"""Bytes of one advance of a background transfer: few calls; between its layers it lets urgent loads pass."""
 
 
 class Slots:
@@ -154,14 +154,14 @@ class CpuTransfer:
     cancelled: bool = False
 
     def wait(self, groups: int, seconds: float | None) -> bool:
-        """See `Transfer`."""
+        """See `Transfer`. Takes no lock if the groups have arrived."""
         if self.ended or self.groups_arrived >= groups:  # the usual case, once a layer and step: no lock
             return True
         with self.changed:
             return self.changed.wait_for(lambda: self.ended or self.groups_arrived >= groups, seconds)
 
     def cancel(self) -> None:
-        """See `Transfer`."""
+        """See `Transfer`. A running copy ends after its piece."""
         with self.changed:
             self.cancelled = True
             if not self.running and not self.ended:
@@ -200,7 +200,7 @@ class CpuTransferEngine:
         )
 
     def load(self, jobs: Sequence[Job]) -> Sequence[CpuTransfer]:
-        """See `TransferEngine`."""
+        """See `TransferEngine`. After `close` every load fails at once."""
         submitted = [CpuTransfer(job, self._changed, self._queue_of(job)) for job in jobs]
         with self._changed:
             for transfer in submitted:
@@ -218,7 +218,7 @@ class CpuTransferEngine:
     submit_all = submit_some
 
     def rebind(self, paged: PagedKV) -> None:
-        """See `TransferEngine`."""
+        """Take the layout of other pages; no copy may be under way."""
         self.groups = paged.groups
         self._cache_groups = [paged.cache_group_of(group.start) for group in paged.groups]
         """KV cache group of each of `groups`."""
@@ -236,7 +236,7 @@ class CpuTransferEngine:
         """Copier of both threads."""
 
     def close(self, seconds: float) -> bool:
-        """See `TransferEngine`."""
+        """End both threads, in at most `seconds`; True if they have ended."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

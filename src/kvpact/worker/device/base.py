@@ -36,7 +36,7 @@ class Device(Protocol):
         """Create a stream that waits for no other one by itself."""
 
     def current_stream(self) -> Stream:
-        """Stream on which the calling thread computes."""
+        """Stream of the calling thread's computation."""
 
     def record(self, stream: Stream) -> Event:
         """Record an event, done when all that is in the stream now is done."""
@@ -61,7 +61,7 @@ class Device(Protocol):
         """Put copies into host memory into the stream; a source is read in the order of the stream. See `load`."""
 
     def run(self, stream: Stream, work: Callable[[], Result]) -> Result:
-        """Call `work`, which uses this stream and waits for the work it put there; returns its result."""
+        """Call `work` and return its result; it uses this stream and waits for the work it put there."""
 
     def register(self, address: int, num_bytes: int) -> bool:
         """Pin whole pages of host memory; returns False if they cannot be pinned, which does no other harm."""

@@ -79,7 +79,7 @@ class DeviceTransfer:
 
     @property
     def ended(self) -> bool:
-        """See `Transfer`."""
+        """See `Transfer`. Asks the device."""
         self.engine.poll(self)
         return self.has_ended
 
@@ -102,7 +102,7 @@ class DeviceTransfer:
         return len(self.places[0]) - self.position if self.places is not None else 0
 
     def cancel(self) -> None:
-        """See `Transfer`."""
+        """See `Transfer`. Copies that the device has got go on."""
         self.engine.cancel(self)
 
     def refuse(self, error: Exception | None) -> None:
@@ -144,7 +144,7 @@ class DeviceTransferEngine:
 
     @property
     def copies_per_block(self) -> int:
-        """See `TransferEngine`."""
+        """Most entries per block among the KV cache groups."""
         return max(self._runs.entries_per_block)
 
     def load(self, jobs: Sequence[LoadJob]) -> Sequence[DeviceTransfer]:
@@ -172,7 +172,7 @@ class DeviceTransferEngine:
             self._submit_up_to(queue, share)
 
     def submit_all(self) -> None:
-        """See `TransferEngine`."""
+        """See `TransferEngine`. Loads come before saves."""
         self._submit_up_to(self._loads, None, self._with_least_left)
         self._submit_up_to(self._saves, None)
 

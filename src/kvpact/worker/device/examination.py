@@ -122,7 +122,7 @@ def _median(bench: Bench, work: Callable[[], None]) -> float:
 
 @contextmanager
 def _busy_python() -> Iterator[None]:
-    """Context in which another thread holds the interpreter's lock as much as it can."""
+    """Context of another thread that holds the interpreter's lock as much as it can."""
     over = threading.Event()
 
     def spin() -> None:

@@ -30,7 +30,7 @@ Rounded down to whole slots; a larger slot is one registration. One of 512 GiB f
 take at most 2 GiB."""
 
 FIRST_BYTES: Final = 4 << 30
-"""Bytes for which an engine waits at its start, at most `FIRST_SECONDS`."""
+"""Bytes pinned before an engine's start goes on, within `FIRST_SECONDS`."""
 
 FIRST_SECONDS: Final = 1.0
 
