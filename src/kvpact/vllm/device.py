@@ -153,6 +153,3 @@ def open_device(
     refuse_device_settings(config, device.type)
     largest = max(layer.chunk_bytes for layer in paged.layers)
     return OpenedDevice(config, paged, segment, VllmDevice(device, largest), _node_of(device), model)
-
-
-__all__ = ["VllmDevice", "open_device"]

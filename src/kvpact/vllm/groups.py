@@ -204,6 +204,3 @@ def _drops_output(vllm_config: Any) -> bool:
     from kvpact.vllm.scheduler import counts_step_hits  # brings vLLM's schedulers, which a worker does without
 
     return counts_step_hits(vllm_config)
-
-
-__all__ = ["EngineGroups", "engine_groups", "fit_to_engine", "require_groups"]

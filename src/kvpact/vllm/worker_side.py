@@ -54,6 +54,3 @@ def rank_info(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> R
         ),
         groups=groups.layers if groups.several else (),
     )
-
-
-__all__ = ["open_worker"]

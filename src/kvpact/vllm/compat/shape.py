@@ -147,6 +147,3 @@ def _takes(function: Any, arguments: Sequence[None], named: dict[str, None]) -> 
     except ValueError:  # compiled, so that it does not show them
         return True
     return True
-
-
-__all__ = ["Missing", "check_shape", "refuse_unknown", "what_is_missing"]
