@@ -96,7 +96,7 @@ def test_a_model_one_token_longer_than_a_block_is_cached(start: Callable[..., Pl
 def test_missing_classes_are_named_as_long_as_the_engine_lives(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     engine.generate(PROMPT)
-    note = "without kvpact's --worker-cls and --scheduler-cls: the log says what falls, and what to add"
+    note = "without kvpact's --worker-cls and --scheduler-cls: the log names what is lost, and what to add"
     assert f"start {note}" in words(kvpact("status").stdout)
     assert f"start {note}" in words(kvpact("why", "request 0").stdout)
 
