@@ -142,9 +142,7 @@ def _node_of(device: torch.device) -> int | None:
         return None
 
 
-def open_device(
-    config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int, model: str = "a model"
-) -> OpenedDevice:
+def open_device(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, model: str = "a model") -> OpenedDevice:
     """The copies of a rank whose KV memory is on a device; `model` names what it is of.
 
     Raises ConfigError for any reason not to use them.
