@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpact_testkit.demo.cpu_time import Look, computed, look_at
+from kvpact_testkit.demo.cpu_time import ENDED, Look, computed, look_at
 from kvpact_testkit.demo.engine import EngineProcess
 from kvpact_testkit.demo.phases import settle
 
@@ -121,6 +121,6 @@ def _kvpact_parts(before: dict[int, Look], after: dict[int, Look]) -> tuple[dict
             if name.startswith("kvpact"):
                 what = next((what for start, what in PARTS.items() if name.startswith(start)), name)
                 parts[what] += seconds
-        parts["ended threads"] += use.of_ended
+        parts[ENDED] += use.cpu_seconds[ENDED]
         faults += sum(count for name, count in use.minor_faults.items() if name.startswith("kvpact"))
     return parts, faults

@@ -331,7 +331,7 @@ class CudaBed:
         self._limits.setattr(pinned, "CHUNK_BYTES", pinned_bytes(self.segment))
         self._limits.setattr(engine, "STEP_ENTRIES", STEP_ENTRIES)
         self._limits.setattr(engine, "SHORT_ENTRIES", STEP_ENTRIES)
-        self.engine: Any = open_device(load_config({}, {}), self.paged, self.segment, 0)
+        self.engine: Any = open_device(load_config({}, {}), self.paged, self.segment)
         self._pages = [self._view(one) for one in self.paged.layers]
         self._second = ThreadPoolExecutor(1)
         self._second_stream = torch.cuda.Stream()

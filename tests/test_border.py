@@ -113,7 +113,7 @@ def test_h108_a_pack_with_a_right_checksum_may_say_anything(
 def test_h108_the_head_of_a_large_record_names_few_parts_or_is_none(nonce: bytes, nbytes: int, part_bytes: int) -> None:
     raw = struct.pack("<8s16sQQ", SPLIT_MAGIC, nonce, nbytes, part_bytes).ljust(40 + HEADER_BYTES, b"\0")
     head = SplitHead.decode(raw)
-    assert head is None or (head.part_count <= 1 << 16 and head.part_bytes <= MAX_PART)
+    assert head is None or (head.nbytes <= head.part_bytes << 16 and head.part_bytes <= MAX_PART)
 
 
 KINDS: tuple[Any, ...] = (StepMessage, WorkerHandshake, WorkerReport, LentSegment)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
@@ -148,7 +148,7 @@ def test_h94_cascade_attention_is_refused_where_a_held_block_counts_as_shared(
     config = vllm_config(tmp_path / "model", {}, 4096, {})
     config.model_config.disable_cascade_attn = disabled
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
+    groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["one"], spec)])
     monkeypatch.setattr(checks, "COUNTS_HELD_BLOCKS", counts)
     if counts and not disabled:
         with pytest.raises(ConfigError, match="leave --no-disable-cascade-attn out"):

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kvpact.config import load_config
 from kvpact.errors import ConfigError
@@ -196,7 +196,7 @@ def test_h72_that_a_pooling_model_is_never_cached_is_known_at_the_start(runner: 
     config = vllm_config(tmp_path / "model", {}, 4096, {})
     config.model_config.runner_type = runner
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
+    groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["one"], spec)])
     why = "requests of a pooling model are never cached: start it with vllm serve, without kvpact"
     assert checks.check_engine(config, groups).unserved == (why if runner == "pooling" else "")
 

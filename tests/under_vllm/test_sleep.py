@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 from kvpact.errors import ConfigError
 from kvpact.vllm import checks
@@ -86,7 +86,7 @@ def test_sleep_mode_is_refused_where_nobody_would_say_that_it_begins(
     config.model_config.enable_sleep_mode = True
     config.parallel_config.worker_cls = worker
     spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["one"])])
+    groups = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["one"], spec)])
     monkeypatch.setattr(checks, "TELLS_OF_SLEEP", told)
     if worker == BASE_WORKERS["cuda"] and not told:
         with pytest.raises(ConfigError, match=r"--worker-cls kvpact\.vllm\.worker\.KvpactWorker, or leave"):

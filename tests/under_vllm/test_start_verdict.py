@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
 import vllm_played_engine
 from kvpact.cache.status_socket import answers
@@ -96,7 +96,7 @@ def test_a_model_one_token_longer_than_a_block_is_cached(start: Callable[..., Pl
 def test_missing_classes_are_named_as_long_as_the_engine_lives(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     engine.generate(PROMPT)
-    note = "without kvpact's --worker-cls and --scheduler-cls: the log says what falls, and what to add"
+    note = "without kvpact's --worker-cls and --scheduler-cls: the log names what is lost, and what to add"
     assert f"start {note}" in words(kvpact("status").stdout)
     assert f"start {note}" in words(kvpact("why", "request 0").stdout)
 
@@ -120,7 +120,7 @@ def test_groups_with_blocks_of_several_sizes_say_what_a_match_is_a_multiple_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     spec = partial(FullAttentionSpec, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
-    members = [SimpleNamespace(kv_cache_spec=spec(block_size=size), layer_names=[str(size)]) for size in (16, 64)]
+    members = [KVCacheGroupSpec([str(size)], spec(block_size=size)) for size in (16, 64)]
     model = SimpleNamespace(runner_type="generate", max_model_len=2048)
     config = SimpleNamespace(model_config=model, speculative_config=None)
     found = checks.start_verdict(

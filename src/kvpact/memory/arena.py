@@ -318,10 +318,6 @@ class ArenaSegment:
         start = slot_class.start_of(slot)
         return self.memory[start : start + slot_class.slot_bytes]
 
-    def class_view(self, slot_class: SlotClass) -> memoryview:
-        """View of the memory of a class's slots, writable."""
-        return self.memory[slot_class.offset : slot_class.end]
-
     def use(self, slots: Sequence[int]) -> None:
         """Take the pages after these slots, which are in use, or about to be."""
         for one in self.classes:

@@ -53,7 +53,7 @@ class Extents:
     @property
     def loss(self) -> float:
         """Largest share of an extent that a class cannot use."""
-        return max(lost_bytes(self.num_bytes, one) for one in self.class_bytes if one) / self.num_bytes
+        return max(self.num_bytes % one for one in self.class_bytes if one) / self.num_bytes
 
 
 def slot_classes(sizes: Sequence[int], *, ranks_differ: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -68,11 +68,6 @@ def slot_classes(sizes: Sequence[int], *, ranks_differ: bool) -> tuple[tuple[int
         return tuple(range(len(sizes))), tuple(sizes)
     classes = sorted(set(sizes))
     return tuple(map(classes.index, sizes)), tuple(classes)
-
-
-def lost_bytes(extent_bytes: int, slot_bytes: int) -> int:
-    """Bytes at the end of an extent that slots of this size cannot use."""
-    return extent_bytes % slot_bytes
 
 
 def extents_for(memory_bytes: int, class_bytes: Sequence[int], world_size: int, *, ranks_differ: bool) -> Extents:
@@ -90,30 +85,21 @@ def extents_for(memory_bytes: int, class_bytes: Sequence[int], world_size: int, 
     wanted = [min(EVEN_PLACES, most)] if ranks_differ else list(range(least, min(most, max(least, EVEN_PLACES)) + 1))
     best: Extents | None = None
     for places in (*wanted, *(most >> shift for shift in range(most.bit_length()))):
-        found = _cut(share, places * largest, class_bytes)
+        found = Extents(share // (places * largest), places * largest, tuple(class_bytes))
         if found.enough and (best is None or found.loss < best.loss):
             best = found
         if best is not None and (ranks_differ or best.loss <= MAX_LOSS):
             break
     if best is None:
         sizes = ", ".join(format_size(one * world_size) for one in class_bytes if one)
+        enough = sum(-(-MIN_ROWS // (largest // one)) for one in class_bytes if one)  # of extents of one largest slot
         raise ConfigError(
             f"memory: {format_size(memory_bytes)} has no room for {MIN_ROWS} blocks of each of the sizes {sizes} (all "
             f"layers of a KV cache group, {world_size} ranks); set at least "
-            f"{format_size(world_size * _least_bytes(class_bytes))}; a useful cache has room for the blocks of several "
+            f"{format_size(world_size * largest * enough)}; a useful cache has room for the blocks of several "
             "prompts"
         )
     return best
-
-
-def _cut(share: int, extent_bytes: int, class_bytes: Sequence[int]) -> Extents:
-    return Extents(share // extent_bytes, extent_bytes, tuple(class_bytes))
-
-
-def _least_bytes(class_bytes: Sequence[int]) -> int:
-    """Bytes of `MIN_ROWS` slots of each class in extents of one slot of the largest one."""
-    largest = max(class_bytes)
-    return largest * sum(-(-MIN_ROWS // (largest // one)) for one in class_bytes if one)
 
 
 def slots_for(memory_bytes: int, rank_slot_bytes: int, world_size: int) -> int:

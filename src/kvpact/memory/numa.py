@@ -1,6 +1,6 @@
 """Memory nodes near devices, and requests for pages from there.
 
-Owns two of the kernel's calls and the nodes' files in /sys; knows no segments. With one node, and for devices without a
+Owns one of the kernel's calls and the nodes' files in /sys; knows no segments. With one node, and for devices without a
 known node, there is nothing to ask for.
 """
 
@@ -18,10 +18,8 @@ SYS: Final = Path("/sys")
 MPOL_PREFERRED: Final = 1
 """Mode: take pages from this node, or from another one if it has none left."""
 
-MPOL_F_ADDR: Final = 2
-
-SYSCALLS: Final = {"x86_64": (237, 239), "aarch64": (235, 236)}
-"""Machine -> numbers of mbind and get_mempolicy; libc has no function for them."""
+MBIND: Final = {"x86_64": 237, "aarch64": 235}
+"""Machine -> number of mbind; libc has no function for it."""
 
 _WORD_BITS: Final = ctypes.sizeof(ctypes.c_ulong) * 8
 _WORDS: Final = 1024 // _WORD_BITS
@@ -45,24 +43,11 @@ def prefer(node: int, address: int, num_bytes: int) -> None:
     """
     mask = (ctypes.c_ulong * _WORDS)()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    _call(0, address, num_bytes, MPOL_PREFERRED, mask, _WORDS * _WORD_BITS + 1, 0)
-
-
-def preferred(address: int) -> int | None:
-    """Node preferred for pages at an address; None if there is no preference. Raises OSError."""
-    mode = ctypes.c_int()
-    mask = (ctypes.c_ulong * _WORDS)()
-    _call(1, ctypes.byref(mode), mask, _WORDS * _WORD_BITS + 1, address, MPOL_F_ADDR)
-    nodes = [bit for bit in range(_WORDS * _WORD_BITS) if mask[bit // _WORD_BITS] >> bit % _WORD_BITS & 1]
-    return nodes[0] if mode.value == MPOL_PREFERRED and nodes else None
-
-
-def _call(which: int, *arguments: object) -> None:
-    numbers = SYSCALLS.get(platform.machine())
-    if numbers is None:
+    number = MBIND.get(platform.machine())
+    if number is None:
         raise OSError(f"the number of this call is not known for {platform.machine()}")
-    typed = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in arguments]
+    size, mode, bits, flags = map(ctypes.c_ulong, (num_bytes, MPOL_PREFERRED, _WORDS * _WORD_BITS + 1, 0))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    if libc.syscall(ctypes.c_long(numbers[which]), *typed):
+    if libc.syscall(ctypes.c_long(number), ctypes.c_ulong(address), size, mode, mask, bits, flags):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

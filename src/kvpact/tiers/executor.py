@@ -195,7 +195,7 @@ class TierExecutor:
         and the caller releases the blocks at once (H52). Raises PactViolation if its `op_id` is under way.
         """
         shared = self._shared
-        if not self.has_room(job.write_bytes):
+        if job.write_bytes > self.room:
             return False
         if job.op_id in shared.under_way:
             raise PactViolation(f"operation {job.op_id!r} is already running; each operation needs an id of its own")
@@ -276,10 +276,6 @@ class TierExecutor:
     def room(self) -> int:
         """Bytes of writes that would be accepted now."""
         return max(0, self._max_write_bytes - self.pending_write_bytes)
-
-    def has_room(self, nbytes: int) -> bool:
-        """True if a write of `nbytes` would be accepted now."""
-        return nbytes <= self.room
 
     def most_per_write(self, block_bytes: int) -> int:
         """Most blocks of this size in one write: one waits while another runs, so half of what may wait.

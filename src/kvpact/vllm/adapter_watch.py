@@ -60,6 +60,3 @@ def _look(lora_request: Any) -> FilesSeen | None:
         return look_at_rest(Path(lora_request.lora_path).expanduser())
     except (OSError, ValueError, RuntimeError):
         return None
-
-
-__all__ = ["watch_adapters"]

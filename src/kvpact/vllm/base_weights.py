@@ -20,7 +20,6 @@ from kvpact.vllm.compat.configuration import (
     draft_model,
     load_format,
     resolved_revision,
-    weights_source,
 )
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -64,7 +63,7 @@ def _weights_of(model_config: Any, load_config: Any) -> list[str | WeightFiles]:
         return [f"dummy:{model_config.seed}"]
     model = str(model_config.model)
     cache = load_config.download_dir
-    source = weights_source(model_config)
+    source = str(model_config.model_weights or model_config.model)
     if source != model:
         raise cannot_tell(f"they come from {source!r}")
     if kind not in FROM_THE_MODEL:

@@ -19,7 +19,6 @@ from kvpact.memory.limits import require_possible
 from kvpact.metrics import StartVerdict
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
-from kvpact.vllm.compat.configuration import allows_cascade_attention, may_sleep, speculates
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER, OUR_CLASSES, classes_for
 from kvpact.vllm.compat.releases import is_known, refuse_older, refuse_unread
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
@@ -132,7 +131,7 @@ def _refuse_model(vllm_config: Any) -> None:
         raise ConfigError(f"an encoder-decoder model is not supported: {UNSERVED['CrossAttentionSpec']}")
     if not model.has_inner_state:
         return
-    if speculates(vllm_config):
+    if vllm_config.speculative_config is not None:
         raise ConfigError(STATES_AND_DRAFTS)
     if (mode := str(vllm_config.cache_config.mamba_cache_mode)) != "align":
         raise ConfigError(STATES_IN_MODE.format(mode))
@@ -216,12 +215,12 @@ def _refuse_settings_of_engine(vllm_config: Any) -> None:
     role = vllm_config.kv_transfer_config.kv_role
     if role != "kv_both":
         raise ConfigError(f'kv_role is "{role}"; a cache both stores and loads: set "kv_role": "kv_both"')
-    if COUNTS_HELD_BLOCKS and allows_cascade_attention(vllm_config):
+    if COUNTS_HELD_BLOCKS and not vllm_config.model_config.disable_cascade_attn:
         raise ConfigError(
             f"cascade attention on vLLM {release} counts the uses of each block, and kvpact holds blocks in copies: "
             "vLLM would take prefixes for common that are not, and answer wrongly; leave --no-disable-cascade-attn out"
         )
-    if may_sleep(vllm_config) and _stock_classes(vllm_config)[0] and not TELLS_OF_SLEEP:
+    if vllm_config.model_config.enable_sleep_mode and _stock_classes(vllm_config)[0] and not TELLS_OF_SLEEP:
         raise ConfigError(
             f"sleep mode on vLLM {release} unmaps KV memory without notice to connectors, and a copy in flight would "
             f"end the engine: add --worker-cls {KVPACT_WORKER}, or leave --enable-sleep-mode out"

@@ -91,6 +91,3 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements in order, as bytes; copied only if they are not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())
-
-
-__all__ = ["embedding_digests", "features_digest", "mask_digest"]

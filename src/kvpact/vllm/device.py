@@ -142,9 +142,7 @@ def _node_of(device: torch.device) -> int | None:
         return None
 
 
-def open_device(
-    config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int, model: str = "a model"
-) -> OpenedDevice:
+def open_device(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, model: str = "a model") -> OpenedDevice:
     """The copies of a rank whose KV memory is on a device; `model` names what it is of.
 
     Raises ConfigError for any reason not to use them.
@@ -153,6 +151,3 @@ def open_device(
     refuse_device_settings(config, device.type)
     largest = max(layer.chunk_bytes for layer in paged.layers)
     return OpenedDevice(config, paged, segment, VllmDevice(device, largest), _node_of(device), model)
-
-
-__all__ = ["VllmDevice", "open_device"]

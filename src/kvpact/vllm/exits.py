@@ -149,6 +149,3 @@ class EngineExits:
             for tracker in self.trackers:
                 for found in tracker.open.values():
                     tracker.postpone(found, ExternalMatchExit.PAUSED, asked=False)
-
-
-__all__ = ["EngineExits"]

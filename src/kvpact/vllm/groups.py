@@ -17,14 +17,11 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache
 from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
-from kvpact.vllm.compat.configuration import drops_draft_blocks, hit_alignment, speculates
+from kvpact.vllm.compat.configuration import drops_draft_blocks, hit_alignment
 from kvpact.vllm.compat.group_specs import (
     content_of,
     is_computed_again,
-    is_draft_group,
-    is_handed_out,
     layer_specs,
-    state_mode,
     window_reach,
 )
 
@@ -111,7 +108,7 @@ def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
         _group(one, own, drops_last=number in dropping)
         for number, (one, own) in enumerate(zip(members, specs, strict=True))
     )
-    if any(group.kind is GroupKind.STATE for group in groups) and speculates(vllm_config):
+    if any(group.kind is GroupKind.STATE for group in groups) and vllm_config.speculative_config is not None:
         raise ConfigError(STATES_AND_DRAFTS)
     layers = tuple(tuple(one.layer_names) for one in members)
     found = EngineGroups(GroupSet(groups, hit_alignment(kv_cache_config)), layers)
@@ -137,7 +134,7 @@ def _dropping(vllm_config: Any, members: Sequence[Any], specs: Sequence[Sequence
     state-space layers."""
     if not drops_draft_blocks(vllm_config):
         return set()
-    marked = {number for number, one in enumerate(members) if is_draft_group(one)}
+    marked = {number for number, one in enumerate(members) if one.is_eagle_group}
     every = {number for number, own in enumerate(specs) if type(own[0]).__name__ != "MambaSpec"}
     return marked or every
 
@@ -147,7 +144,7 @@ def _group(member: Any, specs: Sequence[Any], *, drops_last: bool) -> KVCacheGro
     if len(found) > 1:
         shown = ", ".join(sorted(f"{kind} of {span} tokens" if span else str(kind) for kind, span in found))
         raise ConfigError(f"the layers of one KV cache group differ: {shown}; add --disable-hybrid-kv-cache-manager")
-    if not is_handed_out(member):
+    if member.host_resident or not member.enable_kv_transfer:
         raise ConfigError(f"vLLM does not hand out the KV cache of {member.layer_names[:1]}...; leave HiSparse off")
     ((kind, span),) = found
     block_size = int(member.kv_cache_spec.block_size)
@@ -167,7 +164,7 @@ def _read(spec: Any) -> tuple[GroupKind, int]:
             f"the model's {name} is computed again after each hit and not kept: add --no-swa-bounded-replay"
         )
     kind, span = KINDS[name]
-    if kind is GroupKind.STATE and (mode := state_mode(spec)) != "align":
+    if kind is GroupKind.STATE and (mode := str(spec.mamba_cache_mode)) != "align":
         raise ConfigError(STATES_IN_MODE.format(mode))
     return kind, span(spec)
 
@@ -204,6 +201,3 @@ def _drops_output(vllm_config: Any) -> bool:
     from kvpact.vllm.scheduler import counts_step_hits  # brings vLLM's schedulers, which a worker does without
 
     return counts_step_hits(vllm_config)
-
-
-__all__ = ["EngineGroups", "engine_groups", "fit_to_engine", "require_groups"]

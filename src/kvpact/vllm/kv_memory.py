@@ -99,6 +99,3 @@ class KVMemoryHooks:
 
     def _pages_of(self, kv_caches: Mapping[str, Any]) -> Mapping[str, str]:
         return layer_pages(kv_caches, self.cache_worker.place.num_blocks)
-
-
-__all__ = ["KVMemoryHooks"]

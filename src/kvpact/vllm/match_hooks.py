@@ -79,6 +79,3 @@ class MatchHooks:
     def postpone_external_match(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """The engine could not take the match in this step, and may ask again."""
         self.scheduler_side.postpone(request.request_id, reason)
-
-
-__all__ = ["MatchHooks"]

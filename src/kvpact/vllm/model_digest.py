@@ -122,6 +122,3 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor | None:
 def _factors(device: torch.device) -> torch.Tensor:
     source = torch.Generator().manual_seed(SEED)
     return (torch.randint(-(2**62), 2**62, (CHUNK_WORDS,), generator=source) | 1).to(device)
-
-
-__all__ = ["Sample", "digest_of", "models_of", "parameters_of", "tensors_of"]

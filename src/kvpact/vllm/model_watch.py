@@ -190,6 +190,3 @@ def extension_methods(kind: type) -> list[str]:
         (ours if known else foreign).update(vars(base))
     public = {name: getattr(kind, name) for name in foreign - ours if not name.startswith("_")}
     return sorted(name for name, member in public.items() if callable(member) and not isinstance(member, type))
-
-
-__all__ = ["ModelWatch", "extension_methods"]

@@ -177,6 +177,3 @@ class _AtImport(MetaPathFinder):
         with suppress(AttributeError):  # a loader that cannot be changed: vLLM then asks for the module path
             setattr(spec.loader, "exec_module", run_and_change)  # noqa: B010
         return spec
-
-
-__all__ = ["register"]

@@ -16,8 +16,7 @@ from kvpact.contract import ExternalKVMatch
 from kvpact.identity.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.identity.keys import KnownRuns, MediaSpan, RequestIdentity
-from kvpact.vllm.compat.configuration import encoder_cache_size, encodes_media_elsewhere, runs_encoder_with_adapters
-from kvpact.vllm.compat.objects import has_3d_adapter, prompt_token_mask
+from kvpact.vllm.compat.configuration import encoder_cache_size, runs_encoder_with_adapters
 from kvpact.vllm.content_digests import embedding_digests
 from kvpact.vllm.media_contents import MIN_NAMES, MediaContent, MediaContents
 
@@ -36,7 +35,7 @@ class RequestIdentities:
         self.media = MediaContents(self.contents, max(MIN_NAMES, encoder_cache_size(vllm_config)))
         self.adapter_kind = str(lora.lora_dtype) if lora is not None else ""
         """Settings for vLLM's transformation of an adapter's weights during loading."""
-        self.media_come_from_elsewhere = encodes_media_elsewhere(vllm_config)
+        self.media_come_from_elsewhere = vllm_config.ec_transfer_config is not None
         """True if another process encodes media: by identifier, whatever the features here are."""
         self.media_depend_on_adapters = runs_encoder_with_adapters(lora)
         """True if the encoder runs with the adapter; vLLM keeps its output by the adapter's name, not by its
@@ -214,7 +213,7 @@ class VllmRequest:
         self._is_open |= not pending.is_done
         if pending.value is None or not self._identities.adapters.admit(use, pending.value):
             return None
-        layout = ":3d" if has_3d_adapter(lora) else ""
+        layout = ":3d" if lora.is_3d_lora_weight else ""
         name = f"{pending.value.digest}:{self._identities.adapter_kind}{layout}"
         use.counted.add(name)
         return name
@@ -258,7 +257,7 @@ class VllmRequest:
         if request.prompt_embeds is None:
             return {}
         if self._embeddings is None:
-            is_token = prompt_token_mask(request)
+            is_token = request.prompt_is_token_ids
             rows = request.prompt_embeds
             block_size = self._identities.block_size
             self._embeddings = self._identities.contents.ask(partial(embedding_digests, rows, is_token, block_size))

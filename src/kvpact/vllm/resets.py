@@ -101,6 +101,3 @@ class Resets:
         if any(context is not None and context.touched_blocks for context in contexts):
             return True
         return any(request.status.name == LOADS for request in self._scheduler.requests.values())
-
-
-__all__ = ["Resets"]

@@ -191,6 +191,3 @@ def counts_step_hits(vllm_config: Any) -> bool:
     named = vllm_config.scheduler_config.get_scheduler_cls()
     chosen = _class_for(vllm_config) if named is pact_scheduler else named
     return isinstance(chosen, type) and issubclass(chosen, _SpeaksThePact)
-
-
-__all__ = ["KvpactAsyncScheduler", "KvpactScheduler", "counts_step_hits", "pact_scheduler"]

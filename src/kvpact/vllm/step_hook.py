@@ -190,6 +190,3 @@ class StepHook:
                 logger.exception("kvpact: before_update_states failed; such steps are computed whole (logged once)")
             self._failed = True
             return {}
-
-
-__all__ = ["Candidates", "Hits", "Minimum", "StepHook", "StepHookConnector", "apply_external_hits", "split_report"]

@@ -287,6 +287,3 @@ def _word(dtype: Any) -> str:
 
 def _digest(lines: Iterable[str]) -> str:
     return blake3("\n".join(lines).encode()).hexdigest()[:32]
-
-
-__all__ = ["facts_of_ranks", "facts_of_slots", "layer_pages", "machine", "worker_facts"]

@@ -27,7 +27,7 @@ def open_worker(config: KvpactConfig, vllm_config: Any, kv_cache_config: Any, gr
 def _open(model: str, config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, rank: int) -> TransferEngine:
     from kvpact.vllm.device import open_device
 
-    return open_device(config, paged, segment, rank, model)
+    return open_device(config, paged, segment, model)
 
 
 def rank_info(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> RankInfo:
@@ -54,6 +54,3 @@ def rank_info(vllm_config: Any, kv_cache_config: Any, groups: EngineGroups) -> R
         ),
         groups=groups.layers if groups.several else (),
     )
-
-
-__all__ = ["open_worker"]

@@ -175,7 +175,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
             f"request {name} is promised {block}, whose last token depends on one that is not there",
             "P8",
         )
-        if content is None or self._is_stored(content):
+        if content is None or content in self.stored or (self.has_neighbours and content in self._of_epoch):
             return
         require(
             content not in self._forgotten,
@@ -187,9 +187,6 @@ class ContractMonitor(JobMonitor, ExternalCache):
             "(or which was dropped since)",
             protects=("P8", "H26"),
         )
-
-    def _is_stored(self, content: StoredBlock) -> bool:
-        return content in self.stored or (self.has_neighbours and content in self._of_epoch)
 
     def commit_external_match(
         self, request: EngineRequest, match: ExternalKVMatch, num_tokens: int, block_ids: Sequence[int]

@@ -44,11 +44,6 @@ class Use:
         """CPU seconds of kvpact's living threads."""
         return sum(seconds for name, seconds in self.cpu_seconds.items() if name.startswith(OURS))
 
-    @property
-    def of_ended(self) -> float:
-        """CPU seconds of threads that ended before the second look."""
-        return self.cpu_seconds[ENDED]
-
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -96,7 +91,7 @@ def computed(before: Mapping[int, Look], after: Mapping[int, Look]) -> float:
 def spent_by_kvpact(before: Mapping[int, Look], after: Mapping[int, Look]) -> float:
     """CPU seconds of kvpact's threads between two looks, in all processes; threads that ended count as kvpact's."""
     uses = [look.since(before[pid]) for pid, look in after.items()]
-    return sum(use.of_kvpact() + use.of_ended for use in uses)
+    return sum(use.of_kvpact() + use.cpu_seconds[ENDED] for use in uses)
 
 
 _SCHEDULED = 2

@@ -175,6 +175,3 @@ class _PlayedEngine(DeviceTransferEngine):
                 self._device.unregister(self._pinned_at)
             self._pinned_at = 0
         return ended
-
-
-__all__ = ["EachJob", "OnDevice", "PlayedDevice", "WrittenDown"]

@@ -39,7 +39,6 @@ from kvpact_testkit.engine.reference_blocks import (
     Entry,
     EntryKey,
     FilledBlocks,
-    Piece,
     ReferencePlan,
     StoredBlocks,
     runs,
@@ -106,7 +105,8 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         keys = self._keys_of(request)[: self._failed_from.get(request_id)]
         self._filled.begin(request_id, num_computed_tokens)
         plan = self.plans.get(request_id)
-        if plan is not None and plan.postponed and any(self._is_gone(piece) for piece in plan.pieces):
+        gone = plan is not None and any(self.entries.get(piece.name) is not piece.entry for piece in plan.pieces)
+        if plan is not None and plan.postponed and gone:
             plan = None  # the promise may end, and what was dropped is not promised anew
         if plan is None or plan.start != start:
             self._release(request_id)
@@ -174,9 +174,6 @@ class ReferenceCache(StoredBlocks, ExternalCache):
             if len(self.free_slots) + len(self._unheld(keep)) < wanted:
                 self._release(request_id)
         return super()._take_slots(wanted, keep)
-
-    def _is_gone(self, piece: Piece) -> bool:
-        return self.entries.get(piece.name) is not piece.entry
 
     def _release(self, request_id: str) -> None:
         plan = self.plans.pop(request_id, None)

@@ -285,6 +285,3 @@ class PlayedWorker(OffloadingWorker):
         """See `OffloadingWorker`."""
         with self._platform.installed():
             self._worker.shutdown()
-
-
-__all__ = ["PlayedEvent", "PlayedPlatform", "PlayedStream", "PlayedWorker"]

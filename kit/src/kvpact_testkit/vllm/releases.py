@@ -166,6 +166,3 @@ def run_on_release(
             said = log.read_text(errors="replace")[-2000:]
             raise RuntimeError(f"the driver on vLLM {release} ended with {done.returncode}:\n{said}")
         return ConformanceReport.from_json(answer.read_bytes())
-
-
-__all__ = ["RELEASES", "fetch_release", "installed_release", "releases_folder", "run_on_release"]

@@ -55,5 +55,3 @@ def _scenario(name: str, check: ContextCheck) -> Scenario:
 
 
 CONTEXTS.extend(_scenario(name, check) for name, check in CHECKS.items())
-
-__all__ = ["CONTEXTS", "VllmStage"]

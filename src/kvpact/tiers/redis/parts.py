@@ -61,11 +61,6 @@ class SplitHead:
         head = _SPLIT.pack(SPLIT_MAGIC, self.nonce, self.nbytes, self.part_bytes) + self.first
         return head.ljust(SPLIT_BYTES, b"\0")
 
-    @property
-    def part_count(self) -> int:
-        """Number of parts."""
-        return -(-self.nbytes // self.part_bytes)
-
     def part(self, record: int, key: bytes, number: int) -> Part:
         """A part of the record under `key`."""
         its_key = b"%b%b:%b:%d" % (_PART_PREFIX, key, self.nonce.hex().encode(), number)
@@ -82,7 +77,7 @@ def without_missing(
     while parts := [
         head.part(record, keys[record], number)
         for record, head in left.items()
-        for number in range(first, min(first + count, head.part_count))
+        for number in range(first, min(first + count, -(-head.nbytes // head.part_bytes)))
     ]:  # fmt: skip
         for record in missing(parts):
             left.pop(record, None)

@@ -34,24 +34,9 @@ def moves_experts(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
 
 
-def may_sleep(vllm_config: Any) -> bool:
-    """True if the engine may be put to sleep, which unmaps its KV memory."""
-    return bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
-
-
-def allows_cascade_attention(vllm_config: Any) -> bool:
-    """True if vLLM may compute a common prefix of all requests once."""
-    return not getattr(vllm_config.model_config, "disable_cascade_attn", True)
-
-
 def encoder_cache_size(vllm_config: Any) -> int:
     """Tokens of media that the encoder's cache can hold; 0 where vLLM does not report it."""
     return int(getattr(vllm_config.scheduler_config, "encoder_cache_size", None) or 0)
-
-
-def encodes_media_elsewhere(vllm_config: Any) -> bool:
-    """True if another process encodes media."""
-    return getattr(vllm_config, "ec_transfer_config", None) is not None
 
 
 def runs_encoder_with_adapters(lora_config: Any) -> bool:
@@ -59,14 +44,9 @@ def runs_encoder_with_adapters(lora_config: Any) -> bool:
     return bool(getattr(lora_config, "enable_tower_connector_lora", False))
 
 
-def speculates(vllm_config: Any) -> bool:
-    """True if several tokens of a request may be computed of which only some are kept."""
-    return getattr(vllm_config, "speculative_config", None) is not None
-
-
 def drops_draft_blocks(vllm_config: Any) -> bool:
     """True if a draft model keeps of a token what depends on the token after it (EAGLE, MTP)."""
-    speculative = getattr(vllm_config, "speculative_config", None)
+    speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.use_eagle())
 
 
@@ -77,7 +57,7 @@ def hit_alignment(kv_cache_config: Any) -> int:
 
 def draft_model(vllm_config: Any) -> tuple[Any, Any] | None:
     """The configurations of the draft model and of its loading; None without one."""
-    speculative = getattr(vllm_config, "speculative_config", None)
+    speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None:
         return None
@@ -87,11 +67,6 @@ def draft_model(vllm_config: Any) -> tuple[Any, Any] | None:
 def load_format(load_config: Any) -> str:
     """Format of the weights' files; a text or an enumeration in vLLM."""
     return str(getattr(load_config.load_format, "value", load_config.load_format))
-
-
-def weights_source(model_config: Any) -> str:
-    """Where the weights come from: `model_config.model` unless another place is set."""
-    return str(getattr(model_config, "model_weights", "") or model_config.model)
 
 
 def resolved_revision(revision: Any, repository: str) -> str | None:

@@ -85,6 +85,3 @@ def unpin(address: int) -> None:
         CudaRTLibrary().lib.cudaHostUnregister(ctypes.c_void_p(address))
     else:
         host_unregister(address)
-
-
-__all__ = ["copy_call", "pin", "small_page_call", "unpin", "use_on_this_thread"]

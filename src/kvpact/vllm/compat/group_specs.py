@@ -39,21 +39,6 @@ def window_reach(spec: Any) -> int:
     return int(spec.sliding_window + spec.extra_retained_tokens)
 
 
-def state_mode(spec: Any) -> str:
-    """When the states of state-space layers are kept: "none", "align", or "all" before 0.32."""
-    return str(spec.mamba_cache_mode)
-
-
 def is_computed_again(spec: Any) -> bool:
     """True if vLLM computes the layers' last window again after each hit, from 0.31 on."""
     return bool(getattr(spec, "bounded_replay", False))
-
-
-def is_draft_group(group: Any) -> bool:
-    """True if vLLM has marked a group as that of a draft model."""
-    return bool(getattr(group, "is_eagle_group", False))
-
-
-def is_handed_out(group: Any) -> bool:
-    """True if connectors may copy a group's blocks, and they lie on the device."""
-    return bool(getattr(group, "enable_kv_transfer", True)) and not getattr(group, "host_resident", False)

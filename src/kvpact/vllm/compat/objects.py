@@ -67,16 +67,6 @@ def layers_without_hook(vllm_config: Any, names: Iterable[str]) -> list[str]:
 # Requests
 
 
-def prompt_token_mask(request: Any) -> Any:
-    """Mask of the positions of a prompt with embeddings that are tokens; None where the release does not report it."""
-    return getattr(request, "prompt_is_token_ids", None)
-
-
-def has_3d_adapter(lora_request: Any) -> bool:
-    """True if an adapter has one weight for all experts of a layer."""
-    return bool(getattr(lora_request, "is_3d_lora_weight", False))
-
-
 def is_tensorized(lora_request: Any) -> bool:
     """True if an adapter's weights are read from elsewhere than its files."""
     return bool(getattr(lora_request, "tensorizer_config_dict", None))

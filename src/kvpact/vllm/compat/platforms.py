@@ -60,15 +60,3 @@ def base_worker(platform: Any) -> Any:
         )
     module, _, name = BASE_WORKERS[kind].rpartition(".")
     return getattr(import_module(module), name)
-
-
-__all__ = [
-    "BASE_WORKERS",
-    "KVPACT_WORKER",
-    "OFFLOADING",
-    "OUR_CLASSES",
-    "PACT_SPEC",
-    "base_worker",
-    "classes_for",
-    "platform_kind",
-]

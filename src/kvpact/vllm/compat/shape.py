@@ -29,16 +29,14 @@ class Missing:
     """The ability that is lost then; empty: kvpact would not work at all."""
 
 
-def what_is_missing(
-    vllm_config: Any, kv_cache_config: Any, connector: type | None = None, uses: Sequence[Use] = USES
-) -> list[Missing]:
+def what_is_missing(vllm_config: Any, kv_cache_config: Any, connector: type | None = None) -> list[Missing]:
     """Names that an engine of this configuration uses and does not have. `connector` is the class with the hooks.
 
     Without `kv_cache_config`, which comes after the weights, what only some KV cache groups use is not examined.
     """
     found = [
         Missing(what, use.without.format(what))
-        for use in uses
+        for use in USES
         if _concerns(use, vllm_config, kv_cache_config)
         for what in _missing(use, connector)
     ]
@@ -147,6 +145,3 @@ def _takes(function: Any, arguments: Sequence[None], named: dict[str, None]) -> 
     except ValueError:  # compiled, so that it does not show them
         return True
     return True
-
-
-__all__ = ["Missing", "check_shape", "refuse_unknown", "what_is_missing"]

@@ -226,6 +226,3 @@ def find(place: str) -> Any:
     except ImportError:
         return None
     return getattr(found, name, None) if name else found
-
-
-__all__ = ["USES", "Use", "find"]

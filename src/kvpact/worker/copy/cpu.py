@@ -36,7 +36,7 @@ class Slots:
     def __init__(self, segment: ArenaSegment, slot_class: SlotClass) -> None:
         size = slot_class.slot_bytes
         self.slot_class = slot_class
-        memory = np.frombuffer(segment.class_view(slot_class), np.uint8)
+        memory = np.frombuffer(segment.memory[slot_class.offset : slot_class.end], np.uint8)
         self.count = 0 if slot_class.extent_bytes else len(slot_class.slots)
         """Number of adjacent slots; 0 if classes share extents."""
         self._pages = size // PAGE_BYTES

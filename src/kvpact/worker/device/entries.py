@@ -68,18 +68,14 @@ class Runs:
     cuts: bool
     """True if a slot may lie across a border of two such pieces."""
 
-    @property
-    def joins_blocks(self) -> bool:
-        """True if adjacent blocks are one run on both sides: the only run is all of a block, and of its slot."""
-        return len(self.sizes) == 1 and int(self.sizes[0]) == self.block_stride == self.slot_bytes
-
     def entries(self, block_ids: Indexes, slots: Indexes) -> Entries:
         """Copies between `block_ids[i]` and the slot `slots[i]` bytes behind the segment's beginning.
 
         The caller has checked that both exist.
         """
         sizes = np.tile(self.sizes, len(slots))
-        if self.joins_blocks and len(slots) > 1:
+        if len(self.sizes) == 1 and int(self.sizes[0]) == self.block_stride == self.slot_bytes and len(slots) > 1:
+            # Adjacent blocks are one run on both sides: the only run is all of a block, and of its slot.
             goes_on = (
                 (np.diff(block_ids) == 1) & (np.diff(slots) == self.slot_bytes) & (slots[1:] % self.pinned_bytes != 0)
             )
