@@ -238,14 +238,13 @@ class PactCache(ExternalCache):
         has_plan = self.ledger.has_plan(request.request_id)
         if has_plan and (loaded := self.ledger.find_settled(request.request_id)) is not None:
             self._loads.note_resumed(loaded)
+            has_plan = self.ledger.has_plan(request.request_id)
         self._load_budget.note_running((request.request_id,))
         state = self.requests.of(request)
         if not state.max_computed:
             self.requests.records.note_begun(state.record)
         self._computing += max(0, num_computed_tokens - state.computed)
-        quiet_until = self.saves.note(request, state, num_computed_tokens, block_ids)
-        if not has_plan or not self.ledger.has_plan(request.request_id):
-            state.note_quiet(quiet_until)
+        self.saves.note(request, state, num_computed_tokens, block_ids, has_plan)
 
     def note_running(
         self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]

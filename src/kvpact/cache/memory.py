@@ -104,23 +104,27 @@ class Memory:
             return self.index.reserve(run.chain, run.start, run.start + len(run.keys))
         return self.index.reserve_sides(run.keys, run.parents, run.slot_class)
 
-    def take(self, run: Run, share: Callable[[int], int]) -> Taken | None:
-        """Slots for as many blocks of a run as there is room for, of which it may have its `share`, and a pin on the
-        last of them; None if there is none, or the row that the run needs is not known."""
-        needed, index, wanted = run.needed, self.index, len(run.keys)
+    def take(self, run: Run, share: Callable[[int], int] | None) -> Taken | None:
+        """Slots for as many blocks of a run as there is room for, of which it may have its `share`, by default all, and
+        a pin on the last of them; None if there is none, or the row that the run needs is not known."""
+        needed = run.needed
+        index = self.index
+        wanted = room = len(run.keys)
         if needed != NO_BLOCK and needed not in index:
             return None
-        # without this pin each question about the chain walks to its start
-        before = index.pin(needed) if needed != NO_BLOCK else None
+        before = None
         try:
-            reservable = partial(index.reservable, needed, wanted, run.slot_class)
-            room = min(wanted, share(self.ledger.make_room(reservable, wanted)))
+            if share is not None or wanted > len(index.space.free[run.slot_class]):
+                # without this pin each question about the chain walks to its start
+                before = index.pin(needed) if needed != NO_BLOCK else None
+                found = self.room_for(run, wanted)
+                room = min(wanted, found if share is None else share(found))
             if not room:
                 return None
             reservation = self.reserve(run if room == wanted else run.part(0, room))
             if reservation is None:
                 raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
-            return Taken(reservation, index.pin(run.keys[room - 1]))
+            return Taken(reservation, index.pin_at(run.keys[room - 1], reservation.slots[-1]))
         finally:
             if before is not None:
                 index.unpin(before)

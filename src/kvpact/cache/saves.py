@@ -59,7 +59,9 @@ class Saves:
             | already  |               | tag, not stored   | named          |
         """
         lazy, groups, start = self.lazy, self.groups, computed.start
-        keys = computed.names.extend(computed.token_ids, computed.end)
+        keys = computed.names.keys
+        if len(keys) < computed.end:
+            keys = computed.names.extend(computed.token_ids, computed.end)
         named = min(computed.end, len(keys))
         held = min(named, self.memory.index.known_prefix(keys, min(start, len(keys) - 1)))
         if held and (held == named or lazy is not None):
@@ -94,7 +96,7 @@ class Saves:
     def order(self, owed: Owed, now: float) -> int:
         """Order a save of as many blocks as there is room for, and drop those after them; returns their number."""
         wanted, metrics = len(owed.run.keys), self.tiers.metrics
-        taken = self.memory.take(owed.run, self.queue.room_to_save)
+        taken = self.memory.take(owed.run, self.queue.room_to_save if self.queue.lacks else None)
         if taken is None:
             metrics.add("dropped_blocks", wanted)
             return 0
@@ -106,8 +108,7 @@ class Saves:
             metrics.add("evicted_blocks", evicted, MEMORY)
         owed.run.slots = slots
         if self.context is not None and not owed.is_held:
-            for part in filter(None, owed.in_turn):
-                self.context.touch(part)
+            self.context.touch(owed.run.block_ids)
         self.jobs.order_save(owed, taken.pin, now)
         return len(slots)
 

@@ -106,10 +106,6 @@ class EngineGroups:
             return (block_ids(),)
         return self._context.get_block_ids(request_id)
 
-    def rows_of(self, tables: Tables) -> Sequence[int]:
-        """The engine's blocks of the chain's rows; none if these have no bytes."""
-        return tables[self.groups.chain] if self.groups.chain is not None else ()
-
     def is_null(self, block_id: int) -> bool:
         """Whether the engine's table has no block there."""
         null = self._is_null.get(block_id)
@@ -148,6 +144,16 @@ class EngineGroups:
             found += self.not_null(tables[number][rows.start * size // per_block : -(-rows.end * size // per_block)])
         return found
 
+    def tables_of_step(
+        self, request_id: str, block_ids: Callable[[], Sequence[int]], before: int, computed: int
+    ) -> tuple[Tables | None, Sequence[int]]:
+        """The engine's blocks of a request, and those that tokens [before, computed) fill, as of `filled`; None and
+        none where these tokens end no block of any group."""
+        if before // self.smallest_block >= computed // self.smallest_block:
+            return None, ()
+        tables = self.tables(request_id, block_ids)
+        return tables, self.filled(tables, before, computed)
+
     def filled(self, tables: Tables, before: int, computed: int) -> list[int]:
         """The engine's blocks of all groups that tokens [before, computed) fill, with the blocks they end in."""
         filled: list[int] = []
@@ -175,14 +181,16 @@ class EngineGroups:
                     break
         return rows
 
-    def attached(
+    def worth_saving(
         self, tables: Tables, rows: range, computed: int, known: int, branches: Sequence[int]
-    ) -> Sequence[tuple[int, int, int]]:
-        """Loose blocks that later requests may need, of those attached to these rows: group, block, engine's block.
+    ) -> tuple[Sequence[int], Sequence[tuple[int, int, int]]]:
+        """The engine's blocks of the chain's rows, none if these have no bytes; and the loose blocks that later
+        requests may need, of those attached to these `rows`: group, block, engine's block.
 
         Of the request's `known` tokens so many are `computed`; others may go on from it after `branches`.
         """
-        groups, found = self.groups, list[tuple[int, int, int]]()
+        groups = self.groups
+        found = list[tuple[int, int, int]]()
         computed = min(computed, known)
         for number in groups.sides:
             size, table = groups.groups[number].block_size, tables[number]
@@ -192,7 +200,7 @@ class EngineGroups:
                 for block in groups.worth_saving(number, new, computed, known, branches)
                 if groups.row_of(number, block) < rows.stop and not self.is_null(table[block])
             ]
-        return found
+        return tables[groups.chain] if groups.chain is not None else (), found
 
     def attached_to(self, loose: Sequence[tuple[int, int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
         """Return those of loose blocks that are attached to rows [start, end)."""
