@@ -88,12 +88,12 @@ class Finder:
         if lookup is None:
             missing = len(needs.keys) - max(available.resident, available.stored)
             if missing:
-                state.begin_lookup(self.reads.ask(needs.keys, partial(self.computes_faster, missing)))
+                state.begin_lookup(self.reads.ask(needs.keys, partial(self.computes_faster, missing), None))
         elif lookup.hits and not lookup.pending and lookup.rounds < MORE_ROUNDS:
             answers = partial(self.reads.answers, lookup, self.tiers.clock())
             rows = max(available.resident, *lookup.hits.values())
             if lacks := needs.worth_asking(self.reads.memory.has, answers, rows):
-                self.reads.ask_more(lookup, lacks)
+                self.reads.ask(lacks, partial(self.computes_faster, 0), lookup)
 
     def why_unknown(self) -> MissReason:
         """Why blocks are known nowhere: a tier that would be asked for them cannot be, or none of all has them."""

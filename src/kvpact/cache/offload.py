@@ -106,7 +106,7 @@ class Offloader:
             self._note_full(request, state, rows, tables or groups.tables(request.request_id, block_ids))
 
     def _note_full(self, request: EngineRequest, state: RequestState, rows: range, tables: Tables) -> None:
-        """These rows of a request are computed, and have keys: save all blocks of all groups that others may need.
+        """Save computed `rows` of a request, which have keys, and all blocks attached to them that others may need.
 
         Rows after a bound are left to later steps.
         """

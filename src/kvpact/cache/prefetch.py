@@ -71,41 +71,43 @@ class Prefetcher:
 
     # Finding
 
-    def ask(self, keys: Sequence[BlockKey], is_too_slow: Callable[[float], bool]) -> TierLookup:
-        """Begin to ask the shared tiers what they hold of `keys`, as far as they are asked now.
+    def ask(
+        self, keys: Sequence[BlockKey], is_too_slow: Callable[[float], bool], answered: TierLookup | None
+    ) -> TierLookup:
+        """Ask the shared tiers for the rows `keys`, or, where they have `answered` for rows, for these loose blocks.
 
-        Not those that are left alone, nor those of which `is_too_slow` says so, by the seconds of a look-up: these are
-        probed, if that is due.
+        For rows, tiers that are paused are not asked, nor those of which `is_too_slow` says so, by the seconds of a
+        lookup: these are probed, if that is due.
         """
-        lookup, now = TierLookup(keys), self.tiers.clock()
+        lookup = answered or TierLookup(keys)
+        lookup.rounds += answered is not None
         for client in self.tiers.shared:
-            if client.health.is_paused:
-                lookup.silent[client] = MissReason.TIER_DOWN
-            elif is_too_slow(client.costs.lookup_seconds):
-                lookup.silent[client] = MissReason.RECOMPUTE_FASTER
-                client.note_too_slow(LookupDone, client.costs.lookup_seconds, now)
-            else:
-                op_id = lookup.pending[client] = self.tiers.begin(partial(self._end_lookup, client, lookup, keys, True))
-                client.submit_lookup(op_id, keys, before=())
-        for client in lookup.silent:
-            self.tiers.metrics.add("skipped_lookups", label=client.name)
-            client.probe(keys, now, before=())
-        return lookup
-
-    def ask_more(self, lookup: TierLookup, keys: Sequence[BlockKey]) -> None:
-        """Ask the shared tiers that have answered for loose blocks, too."""
-        lookup.rounds += 1
-        for client in self.tiers.shared:
-            known = lookup.loose.setdefault(client, {})
-            unknown = [key for key in keys if key not in known]
-            if not unknown or client not in lookup.hits:
+            unknown = keys
+            if answered is not None:
+                known = lookup.loose.setdefault(client, {})
+                unknown = [key for key in keys if key not in known]
+                if not unknown or client not in lookup.hits:
+                    continue
+            elif client.health.is_paused:
+                self._skip(client, lookup, MissReason.TIER_DOWN)
                 continue
-            op_id = self.tiers.begin(partial(self._end_lookup, client, lookup, unknown, False))
-            if client.submit_lookup(op_id, unknown):
+            elif is_too_slow(client.costs.lookup_seconds):
+                client.note_too_slow(LookupDone, client.costs.lookup_seconds, self.tiers.clock())
+                self._skip(client, lookup, MissReason.RECOMPUTE_FASTER)
+                continue
+            op_id = self.tiers.begin(partial(self._end_lookup, client, lookup, unknown, answered is None))
+            if client.submit_lookup(op_id, unknown, before=() if answered is None else None):
                 lookup.pending[client] = op_id
             else:
                 self.tiers.withdraw(op_id)
-                known.update(dict.fromkeys(unknown, False))
+                lookup.loose[client].update(dict.fromkeys(unknown, False))
+        return lookup
+
+    def _skip(self, client: TierClient, lookup: TierLookup, reason: MissReason) -> None:
+        """Do not ask a tier, but probe it, if that is due."""
+        lookup.silent[client] = reason
+        self.tiers.metrics.add("skipped_lookups", label=client.name)
+        client.probe(lookup.keys, self.tiers.clock(), before=())
 
     def _end_lookup(
         self,
