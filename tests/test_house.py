@@ -371,7 +371,6 @@ NEARLY_FULL_ROOMS = {
     "kvpact.cache.ledger.Ledger",
     "kvpact.cache.offload",
     "kvpact.cache.offload.Offloader",
-    "kvpact.cache.prepare.Planner",
     "kvpact.index.block_index.BlockIndex",
     "kvpact.index.table",
     "kvpact.index.table.Table",
