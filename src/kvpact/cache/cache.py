@@ -101,11 +101,13 @@ class PactCache(ExternalCache):
         ranks = arena.num_ranks
         records = Records(clock)
         requests = self.requests = Requests(namespace, groups, epochs, tags, records, self._renamed)
-        lifetime, anew = config.plan_lifetime, requests.may_wait_anew
+        lifetime = config.plan_lifetime
+        anew = requests.may_wait_anew
         ledger = self.ledger = PactLedger(index.unpin, lifetime, kept_waiting=anew, note_ended=records.note_ended)
         load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes, copies_per_block)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
-        timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
+        timeout = config.prepare_deadline or config.load_deadline
+        shares = config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, budget, timeout, shares)
         memory = Memory(index, ledger)
         engine_groups = EngineGroups(groups, classes, arena.class_bytes)
@@ -268,7 +270,8 @@ class PactCache(ExternalCache):
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what tiers have done, expires plans, and returns the step's copies."""
         now = self._clock()
-        was_proven, self._is_proven = self._is_proven, self._arena.standing is Standing.PROVEN
+        was_proven = self._is_proven
+        self._is_proven = self._arena.standing is Standing.PROVEN
         if self._is_proven and not was_proven:
             self._begin_backlog()
         if self.tiers.clients:
@@ -401,7 +404,8 @@ class PactCache(ExternalCache):
         self.metrics.set("unproven_copies", int(self._arena.standing is Standing.OPEN))
         for reason, checks in self._arena.unmade_checks.items():
             self.metrics.raise_to("unmade_checks", checks, reason)
-        speed, used = self._finder.prefill.tokens_per_second, self.ledger.totals.used_tokens
+        speed = self._finder.prefill.tokens_per_second
+        used = self.ledger.totals.used_tokens
         self.metrics.set("prefill_speed", speed)
         if speed:
             self.metrics.add("spared_prefill_seconds", (used - self._valued_tokens) / speed)

@@ -42,7 +42,8 @@ class Finder:
 
     def __post_init__(self) -> None:
         self.prefill = PrefillRate(2 * self.groups.block_size)
-        self.index, self.tiers = self.reads.index, self.reads.tiers
+        self.index = self.reads.index
+        self.tiers = self.reads.tiers
 
     @property
     def asks_shared(self) -> bool:

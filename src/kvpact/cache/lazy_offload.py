@@ -343,7 +343,8 @@ class LazyOffload:
             self._cursor = stay[-1]
 
     def _restart(self) -> None:
-        self._cursor, self._passed = None, 0
+        self._cursor = None
+        self._passed = 0
 
     def _chain_to(self, row: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> Owed | None:
         """The rows to save so that `row` will be stored: at most `room`, the first ones first.
@@ -376,9 +377,12 @@ class LazyOffload:
             new.append(entry.key)
         if not new:
             return None
-        ids, start = tuple(reversed(missing[-len(new) :])), len(known)
-        owner, departing = self._entries[ids[-1]].request_id, frozenset(ids).intersection(leaving)
-        rows, group = range(start, start + len(new)), self._entries[ids[0]].group
+        ids = tuple(reversed(missing[-len(new) :]))
+        start = len(known)
+        owner = self._entries[ids[-1]].request_id
+        departing = frozenset(ids).intersection(leaving)
+        rows = range(start, start + len(new))
+        group = self._entries[ids[0]].group
         run = Run(group, start, new, [*known, *new], rows, self.groups.class_of(group), block_ids=ids)
         return Owed(owner, run, departing)
 

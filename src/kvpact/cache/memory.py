@@ -20,7 +20,8 @@ from kvpact.index.block_index import BlockIndex, Pin, Reservation
 from kvpact.index.slot_space import PlainSlots
 from kvpact.memory.arena import Arena
 
-NAMES_PER_SLOT, MAX_NAMES = 64, 1 << 20
+NAMES_PER_SLOT = 64
+MAX_NAMES = 1 << 20
 """Rows of a chain without bytes: for each slot of the side groups' blocks, and at most."""
 
 
@@ -71,7 +72,8 @@ class Memory:
 
     def know(self, keys: Sequence[BlockKey]) -> int:
         """The rows of a chain that are known; without bytes they become known now, as far as there is room for keys."""
-        known, index = self.index.known_prefix(keys), self.index
+        known = self.index.known_prefix(keys)
+        index = self.index
         if self.in_slots is not self.has and known < len(keys):
             reservation = index.reserve(keys, known, len(keys))
             if reservation is not None:

@@ -63,7 +63,8 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.reads = self.finder.reads
-        self.memory, self.index = self.reads.memory, self.reads.index
+        self.memory = self.reads.memory
+        self.index = self.reads.index
         self.tiers = self.reads.tiers
         self.staging = Staging(self.config, self.ledger, self.groups, self.finder, self.queue)
 
@@ -73,7 +74,9 @@ class Planner:
         """Whether a request was told "ask again later" and nothing has changed; if so, its plan is renewed."""
         if state is None or (facts := state.waiting.facts) is None or facts.computed_tokens != computed_tokens:
             return False
-        plan, now, behind = self.ledger.find(request_id), self.tiers.clock(), False
+        plan = self.ledger.find(request_id)
+        now = self.tiers.clock()
+        behind = False
         if plan is not facts.plan or now >= self._deadline(state):
             return False
         if state.waiting.told is Told.NO_ROOM:
@@ -107,7 +110,8 @@ class Planner:
         if isinstance(answer, ExternalKVMatch):
             waiting.note(Event.ANSWERED)
             return answer
-        plan, until = self.ledger.find(request.request_id), self.tiers.clock() + self.config.prepare_deadline
+        plan = self.ledger.find(request.request_id)
+        until = self.tiers.clock() + self.config.prepare_deadline
         facts = Facts(computed_tokens, self.tiers.completions, plan, self.index.available_slots)
         if answer.put_off:
             waiting.note(Event.PUT_OFF, until)
@@ -130,14 +134,16 @@ class Planner:
             self._miss(request.request_id, state, start, Miss(reason, ends=EndReason.DEADLINE))
 
     def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | Wait:
-        name, start = request.request_id, computed_tokens // self.groups.block_size
+        name = request.request_id
+        start = computed_tokens // self.groups.block_size
         loadable = self.loadable_blocks(request)
         if 0 < loadable <= start:
             return self._spare(name, state, start)
         refused = self._why_not(request, state, computed_tokens)
         if refused is not None:
             return self._miss(name, state, start, Miss(refused))
-        plan, now = self.ledger.find(name), self.tiers.clock()
+        plan = self.ledger.find(name)
+        now = self.tiers.clock()
         if plan is not None and plan.state is PlanState.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
         if plan is not None and plan.postponed is not None and self.memory.lost_any(plan.slots):
@@ -174,8 +180,11 @@ class Planner:
 
     def _look_up(self, probe: Probe) -> ExternalKVMatch | Wait:
         """Collect the facts once, decide, and carry that out."""
-        state, plan, record = probe.state, probe.plan, probe.state.record
-        completions, asked = self.tiers.completions, state.tier_lookup
+        state = probe.state
+        plan = probe.plan
+        record = probe.state.record
+        completions = self.tiers.completions
+        asked = state.tier_lookup
         deadline = self._deadline(state)
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
             self.tiers.poll()
@@ -186,11 +195,14 @@ class Planner:
         if plan is None and self.tiers.shared and probe.now < deadline and self.finder.asks_shared:
             self.finder.ask(state, needs, available)
         if plan is not None:
-            phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
+            phase = Phase.READING
+            end = plan.blocks.end
+            has_news = self.tiers.completions > completions
         else:
             asked = state.tier_lookup
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
-            end, has_news = len(needs.keys), state.lookups.start < 0 and asked is not None
+            end = len(needs.keys)
+            has_news = state.lookups.start < 0 and asked is not None
         lacking = silent = None
         if available.by_tier and available.stored > available.resident:
             missing = needs.missing(available.stored, self.memory.has)
@@ -235,7 +247,9 @@ class Planner:
         if state.keys is None:
             return ()
         names = state.keys
-        piece, made, deadline = max(1, KEY_PIECE_TOKENS // self.groups.block_size), False, self._deadline(state)
+        piece = max(1, KEY_PIECE_TOKENS // self.groups.block_size)
+        made = False
+        deadline = self._deadline(state)
         while (known := len(names.keys)) < end and not names.ended:
             if known > start and not self.finder.may_go_on(names.keys):
                 break
@@ -254,7 +268,8 @@ class Planner:
 
     def _deadline(self, state: RequestState) -> float:
         """Time until which a request may wait for tiers."""
-        waiting, patience = state.waiting, self.config.prepare_deadline
+        waiting = state.waiting
+        patience = self.config.prepare_deadline
         if patience <= 0 or waiting.until is None:
             return inf if patience > 0 else -inf
         return self.queue.deadline(waiting.until, waiting.ahead, self.finder.prefill, patience)
@@ -290,7 +305,9 @@ class Planner:
         has_news: bool,
     ) -> Limits:
         """The limits of a prepare; `silent`: why a tier says nothing; `has_news`: tiers have answered something."""
-        state, first, faster = probe.state, max(available.resident, probe.start), False
+        state = probe.state
+        first = max(available.resident, probe.start)
+        faster = False
         if lacking is not None and self.config.recompute_if_faster and available.stored > first:
             faster = self.finder.computes_faster(available.stored - first, lacking.seconds)
         enough = available.resident - probe.start >= self.config.min_match_blocks

@@ -84,7 +84,8 @@ class PutOff:
     def _order_piece(self, waiting: PutOffSave, now: float) -> None:
         """Order the next piece; if it cannot be saved as a whole, drop what is left."""
         piece = waiting.pieces.popleft()
-        saved, end = 0, piece.start
+        saved = 0
+        end = piece.start
         self._left -= piece.end - piece.start
         try:
             if waiting.trusted and piece.start < waiting.garbage_from:

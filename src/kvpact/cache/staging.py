@@ -60,7 +60,8 @@ class Staging:
 
     def _claim(self, probe: Probe, lacking: Lacking, available: Availability, reach: int) -> Claim:
         """What a request waits for that `lacking` is read for; rows before `reach` have room."""
-        end, first = lacking.missing.end, max(probe.start, available.resident)
+        end = lacking.missing.end
+        first = max(probe.start, available.resident)
         return Claim(end - first, lacking.seconds or 0.0, end - max(first, reach))
 
     def begin(self, probe: Probe, lacking: Lacking, available: Availability) -> bool:
@@ -90,7 +91,8 @@ class Staging:
 
     def waits_for_room(self, probe: Probe, lacking: Lacking, available: Availability) -> bool:
         """Whether the request waits until others leave room for what it lacks; if none has any, none comes."""
-        first, held = max(probe.start, available.resident), 0 if probe.plan is None else len(probe.plan.leases)
+        first = max(probe.start, available.resident)
+        held = 0 if probe.plan is None else len(probe.plan.leases)
         if self.index.pinned_count <= held or self.reads.is_overdue(first, available.by_tier):
             return False
         reach = min(lacking.missing.end, self.index.known_prefix(probe.needs.keys))
@@ -109,7 +111,10 @@ class Staging:
         Room is not made from what memory has of this match, nor from what it has of the shorter one that is promised if
         there is no room.
         """
-        state, needs, missing, by_tier = probe.state, probe.needs, lacking.missing, lacking.by_tier
+        state = probe.state
+        needs = probe.needs
+        missing = lacking.missing
+        by_tier = lacking.by_tier
         present = [key for key in needs.loose_keys(missing.end, available.resident) if key in self.index]
         pins = self.index.pin_each(present)
         try:

@@ -138,7 +138,8 @@ class EngineGroups:
         return Placed(found, blocks, self._beside(tables, rows) if self.groups.sides else ())
 
     def _beside(self, tables: Tables, rows: BlockRange) -> list[int]:
-        size, found = self.groups.block_size, list[int]()
+        size = self.groups.block_size
+        found = list[int]()
         for number in self.groups.sides:
             per_block = self.groups.groups[number].block_size
             found += self.not_null(tables[number][rows.start * size // per_block : -(-rows.end * size // per_block)])
@@ -169,11 +170,13 @@ class EngineGroups:
 
         So many as `sound` are known to have it; before the windows at `loaded_rows` loose blocks hold nothing.
         """
-        groups, size = self.groups.groups, self.groups.block_size
+        groups = self.groups.groups
+        size = self.groups.block_size
         if self.groups.chain is not None:
             rows = tags.same_prefix(tables[self.groups.chain], min(sound, rows), tag, rows)
         for number in self.groups.sides:
-            group, table = groups[number], tables[number]
+            group = groups[number]
+            table = tables[number]
             first = max(sound * size // group.block_size, group.needed(loaded_rows * size).start)
             for block in range(first, min(rows * size // group.block_size, len(table))):
                 if not tags.has(table[block], tag) and not self.is_null(table[block]):
@@ -193,7 +196,8 @@ class EngineGroups:
         found = list[tuple[int, int, int]]()
         computed = min(computed, known)
         for number in groups.sides:
-            size, table = groups.groups[number].block_size, tables[number]
+            size = groups.groups[number].block_size
+            table = tables[number]
             new = range(rows.start * groups.block_size // size, min(computed // size, len(table)))
             found += [
                 (number, block, table[block])
@@ -208,7 +212,8 @@ class EngineGroups:
 
     def linked_run(self, computed: Computed, keys: Sequence[BlockKey], start: int, end: int) -> Run | None:
         """Rows [start, end) of what was computed, named `keys`; None if there are none, or they have no bytes."""
-        chain, ids = self.groups.chain, computed.ids[start - computed.first : end - computed.first]
+        chain = self.groups.chain
+        ids = computed.ids[start - computed.first : end - computed.first]
         if chain is None or start >= end:
             return None
         return Run(chain, start, keys[start:end], keys, range(start, end), self.chain_class, block_ids=tuple(ids))
@@ -241,7 +246,8 @@ class EngineGroups:
         """Blocks in a row of one group, each with its key and the engine's block."""
         keys, ids = zip(*blocks.values(), strict=True)
         rows = [self.groups.row_of(number, block) for block in blocks]
-        start, of_class = min(blocks), self.class_of(number)
+        start = min(blocks)
+        of_class = self.class_of(number)
         return Run(number, start, keys, chain, rows, of_class, is_linked=False, block_ids=ids)
 
     # Matches

@@ -135,7 +135,8 @@ class Run:
 
     def _picked(self, places: Sequence[int]) -> Run:
         """Return these of the loose blocks, without a common start."""
-        keys, rows = [self.keys[at] for at in places], [self.rows[at] for at in places]
+        keys = [self.keys[at] for at in places]
+        rows = [self.rows[at] for at in places]
         return Run(self.group, self.start, keys, self.chain, rows, self.slot_class, is_linked=False)
 
     def split(self, places: Sequence[Supply]) -> Iterator[tuple[int, Run]]:
@@ -151,7 +152,8 @@ class Run:
                     yield at, self._picked(sorted(there))
                     rest = [one for one in rest if one not in there]
             return
-        row, end = self.start, self.start + len(self.keys)
+        row = self.start
+        end = self.start + len(self.keys)
         while row < end:
             number = next((number for number, place in enumerate(places) if place.end > row), None)
             if number is None:
