@@ -129,7 +129,7 @@ class PactCache(ExternalCache):
         self.ledger.totals.enter_tiers(client.name for client in self.tiers.clients)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
-        """Use these tiers, which were not there from the start. What memory holds is written to them piece by piece."""
+        """Use tiers that were opened late. The blocks in memory are written to them piece by piece."""
         self._open(tiers)
         self._begin_backlog()
 
@@ -163,7 +163,7 @@ class PactCache(ExternalCache):
 
     @property
     def asks_shared(self) -> bool:
-        """Whether `prepare_external_match` asks shared tiers."""
+        """True if `prepare_external_match` asks shared tiers."""
         return self._finder.asks_shared
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
@@ -340,7 +340,7 @@ class PactCache(ExternalCache):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether copies or writes are under way: the engine must step to take in the reports.
+        """True if copies or writes are under way: the engine must step to take in the reports.
 
         Not for ever: a tier may hang, and a hook or a worker may fail in every step. The next request's steps then take
         in the rest.
@@ -385,7 +385,7 @@ class PactCache(ExternalCache):
 
     @property
     def has_overdue_loads(self) -> bool:
-        """Whether a load's deadline has passed and ranks may still write to its blocks."""
+        """True if a load's deadline has passed and ranks may still write to its blocks."""
         return bool(self._jobs.given_up)
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:

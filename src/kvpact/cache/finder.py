@@ -24,7 +24,7 @@ from kvpact.metrics import MissReason
 from kvpact.tiers.costs import PrefillRate
 
 MORE_ROUNDS = 3
-"""How often a request asks shared tiers for blocks of side groups: for the longest match, and for shorter ones."""
+"""Rounds of one request's questions to shared tiers for loose blocks: for the longest match, and for shorter ones."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Finder:
     reads: Prefetcher
     epochs: Epochs
     prefill: PrefillRate = field(init=False)
-    """How fast the engine computes; a step tells it."""
+    """Speed of the engine's prefill, measured by steps."""
     index: BlockIndex = field(init=False)
     tiers: TierSet = field(init=False)
 
@@ -47,17 +47,17 @@ class Finder:
 
     @property
     def asks_shared(self) -> bool:
-        """Whether a prepare asks shared tiers."""
+        """True if a prepare asks shared tiers."""
         return self.may_be_shared and self.config.match_at == "schedule" and self.config.prepare_deadline > 0
 
     @property
     def looks_up_at_step(self) -> bool:
-        """Whether workers look in shared tiers at a step's beginning."""
+        """True if workers look in shared tiers at a step's beginning."""
         return self.config.match_at == "step" and self.may_be_shared
 
     @property
     def may_be_shared(self) -> bool:
-        """Whether shared tiers may hold blocks of this epoch."""
+        """True if shared tiers may hold blocks of this epoch."""
         return bool(self.tiers.shared) and self.tiers.may_share(self.epochs.current)
 
     def find(self, state: RequestState, needs: Needs, now: float) -> Availability:
@@ -73,7 +73,7 @@ class Finder:
         return Availability(resident, by_tier, any(map(self.reads.is_arriving, [*rows, *state.staged])))
 
     def may_go_on(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether some place may hold blocks of a chain after `keys`, the first ones of it."""
+        """True if some place may hold blocks of a chain after `keys`, the first ones of it."""
         if self.may_be_shared or not self.groups.row_bytes or keys[-1] in self.index:
             return True
         now = self.tiers.clock()
@@ -103,5 +103,5 @@ class Finder:
         return MissReason.TIER_DOWN if is_down else MissReason.NOT_STORED
 
     def computes_faster(self, blocks: int, seconds: float | None) -> bool:
-        """Whether the engine should compute `blocks` blocks in less than `seconds`, if those are known."""
+        """True if the engine should compute `blocks` blocks in less than `seconds`, if those are known."""
         return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.groups.block_size, seconds)

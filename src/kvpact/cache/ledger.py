@@ -109,7 +109,7 @@ class Ledger(Generic[Lease, Slots]):
         return self._awaiting_use.get(request_id)
 
     def has_plan(self, request_id: str) -> bool:
-        """Whether the request has an open plan, or a settled one that awaits `use`."""
+        """True if the request has an open plan, or a settled one that awaits `use`."""
         return request_id in self._open or request_id in self._awaiting_use
 
     def open_plans(self) -> list[Plan[Lease, Slots]]:
@@ -307,7 +307,7 @@ class Ledger(Generic[Lease, Slots]):
     def make_room(
         self, room: Callable[[], int], wanted: int, may_yield: Callable[[Plan[Lease, Slots]], bool] = lambda plan: False
     ) -> int:
-        """What `room` tells. If that is less than `wanted`, `yielding_plans` end, one by one, until it is not.
+        """Number of slots by `room`. If that is less than `wanted`, `yielding_plans` end, one by one, until it is not.
 
         Engines ask for their queue's head first: it gets room from those after it, and two never evict each other.
         """
@@ -377,7 +377,7 @@ class Ledger(Generic[Lease, Slots]):
 
     @property
     def known_requests(self) -> set[str]:
-        """Requests of which more is kept than the history."""
+        """Requests with state besides the history."""
         return {*self._open, *self._awaiting_use, *self._used_positions}
 
     def explain(self, request_id: str) -> list[PlanRecord]:

@@ -67,7 +67,7 @@ class Memory:
         return pins
 
     def lost_any(self, runs: Sequence[Run]) -> bool:
-        """Whether blocks were dropped since these runs were leased."""
+        """True if blocks were dropped since these runs were leased."""
         return any(run.lost_any(self.index.key_at) for run in runs)
 
     def know(self, keys: Sequence[BlockKey]) -> int:
@@ -89,7 +89,7 @@ class Memory:
         return [linked(chain[:-1]), loose([key])]
 
     def runs_that_end_in(self, keys: Sequence[BlockKey]) -> list[Run]:
-        """Chains of which the last block is one of these, and loose blocks that are."""
+        """Chains that end in one of these blocks, and the loose blocks among them."""
         is_loose = [self.index.is_side(self.index.slot(key)) for key in keys]
         ends = [key for key, is_one in zip(keys, is_loose, strict=True) if not is_one and self.index.is_last(key)]
         found = [linked(self.index.chain(key)) for key in ends]
@@ -144,5 +144,5 @@ def index_of(arena: Arena, groups: GroupSet, classes: Sequence[int]) -> BlockInd
 
 
 def number_of(index: BlockIndex) -> Callable[[int], int] | None:
-    """Numbers by which workers know the slots of an index; None if they are the same."""
+    """Numbers that workers use for the slots of an index; None if they are the same."""
     return None if isinstance(index.space, PlainSlots) else index.space.number

@@ -60,12 +60,12 @@ class Offloader:
 
     @property
     def lazy(self) -> LazyOffload | None:
-        """The memo of what the engine holds; None: blocks are saved as they are computed."""
+        """Memo of the engine's blocks; None: blocks are saved as they are computed."""
         return self.saves.lazy
 
     @property
     def saves_any(self) -> bool:
-        """Whether anything is saved that requests compute."""
+        """True if anything is saved that requests compute."""
         return self.config.save != "off" and self.groups.shows_all
 
     # What a step computes
@@ -142,7 +142,7 @@ class Offloader:
 
     @property
     def dirty(self) -> bool:
-        """Whether lazy saving has something to do in a step of an idle engine."""
+        """True if lazy saving has something to do in a step of an idle engine."""
         return self.saves.lazy is not None and self.saves.lazy.dirty
 
     def request_finished(self, request_id: str) -> None:
@@ -156,7 +156,7 @@ class Offloader:
             self.saves.lazy.clear()
 
     def order_what_is_leaving(self, loading_blocks: int, computed_tokens: int, now: float) -> None:
-        """Save what the engine is about to evict; in this step it took blocks for these."""
+        """Save blocks that the engine is about to evict; in this step it took blocks for these."""
         if (lazy := self.saves.lazy) is not None:
             refused = lazy.refused
             for owed in lazy.due(loading_blocks + self.groups.blocks_of(computed_tokens)):
@@ -165,7 +165,7 @@ class Offloader:
                 self.saves.tiers.metrics.add("dropped_blocks", lazy.refused - refused)
 
     def give_up(self) -> None:
-        """Store nothing of what is being saved, or put off, and release the engine's blocks (H106)."""
+        """Cancel all saves, ordered or put off, and release the engine's blocks (H106)."""
         for save in self.saves.jobs.saves.values():
             save.trusted = False
             self.saves.release(save)

@@ -33,7 +33,7 @@ class Lacking(NamedTuple):
 
     missing: Missing
     by_tier: tuple[Supply, ...]
-    """What each tier can supply of them, in the user's order."""
+    """Supply of each tier, in the user's order."""
     seconds: float | None
     """Expected until all have arrived; None if unknown."""
     clients: frozenset[TierClient]
@@ -62,7 +62,7 @@ class Prefetcher:
     tiers: TierSet
     memory: Memory
     writes: WriteBack
-    """Offers what memory holds after a read to the other tiers: other blocks may have waited for those."""
+    """Offers blocks to the other tiers after a read: saved blocks may have waited for those."""
     index: BlockIndex = field(init=False)
     _filling: set[int] = field(default_factory=set, init=False)
 
@@ -132,7 +132,7 @@ class Prefetcher:
             lookup.silent[client] = MissReason.TIER_DOWN
 
     def answers(self, lookup: TierLookup | None, now: float, unknown: bool = False) -> list[Has]:
-        """What each tier can supply, in the user's order, of a shared one what `lookup` has found. Reads memory only.
+        """Answers of each tier, in the user's order; those of a shared one are in `lookup`. Reads memory only.
 
         `unknown`: the answer for loose blocks of which a shared tier was not asked.
         """
@@ -190,7 +190,7 @@ class Prefetcher:
         )
 
     def note_declined(self, keys: Sequence[BlockKey], lacking: Lacking) -> None:
-        """The engine computes what is `lacking` of `keys`, as that is sooner than to read it.
+        """The engine computes the blocks `lacking` of `keys`, as that is sooner than to read them.
 
         The tiers that would be read are probed, if that is due.
         """
@@ -274,11 +274,11 @@ class Prefetcher:
         self.tiers.count_read(client, sum(done.each), sum(compress(op.sizes, done.each)))
 
     def _may_yield(self, plan: PactPlan) -> bool:
-        """Whether the end of a plan for which blocks are read leaves room: all have arrived."""
+        """True if the end of a plan for which blocks are read leaves room: all have arrived."""
         return not any(self.is_arriving(pin.key) for pin in plan.leases)
 
     def is_arriving(self, key: BlockKey) -> bool:
-        """Whether `key` is being read from a tier."""
+        """True if `key` is being read from a tier."""
         return bool(self._filling) and key in self.index and self.index.slot(key) in self._filling
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""How a prepare is answered: from finding a request's blocks, through reads from the tiers, to the promise.
+"""Answers of prepares: from finding a request's blocks, through reads from the tiers, to the promise.
 
 `finder.py` says where blocks are, `lookup.py` decides; this module puts the two together and carries the answer out. A
 request's state is in its `RequestState`, its plan in the ledger. Touches memory only and waits for nothing.
@@ -71,7 +71,7 @@ class Planner:
     # Prepare
 
     def still_waits(self, request_id: str, state: RequestState | None, computed_tokens: int) -> bool:
-        """Whether a request was told "ask again later" and nothing has changed; if so, its plan is renewed."""
+        """True if a request was told "ask again later" and nothing has changed; if so, its plan is renewed."""
         if state is None or (facts := state.waiting.facts) is None or facts.computed_tokens != computed_tokens:
             return False
         plan = self.ledger.find(request_id)
@@ -91,7 +91,7 @@ class Planner:
         return True
 
     def may_wait(self, state: RequestState | None) -> bool:
-        """Whether the request's deadline runs."""
+        """True if the request's deadline runs."""
         return state is not None and state.waiting.until is not None and self.tiers.clock() < self._deadline(state)
 
     def begin_waiting(self, state: RequestState) -> None:
@@ -267,7 +267,7 @@ class Planner:
         return rows - rows % self.groups.match_rows
 
     def _deadline(self, state: RequestState) -> float:
-        """Time until which a request may wait for tiers."""
+        """End of the time in which a request may wait for tiers."""
         waiting = state.waiting
         patience = self.config.prepare_deadline
         if patience <= 0 or waiting.until is None:
@@ -351,7 +351,7 @@ class Planner:
         return MissReason.TOO_SHORT if found > probe.start else MissReason.NOT_STORED
 
     def _why_not_staged(self, probe: Probe, available: Availability) -> MissReason:
-        """Why what tiers have of a request's blocks was not read."""
+        """Reason why blocks in the tiers were not read for a request."""
         if self.reads.is_overdue(max(probe.start, available.resident), available.by_tier):
             return MissReason.TIER_DOWN
         reason = self.finder.why_unknown()
@@ -392,7 +392,7 @@ class Planner:
         return plan
 
     def _match(self, plan: PactPlan) -> ExternalKVMatch:
-        """What a plan promises now. How it is loaded depends on what the running step waits for already."""
+        """Match of a plan as it is promised now. Its way depends on the loads for which the step waits already."""
         waits = self.load_budget.hold(plan.request_id, self.groups.count(plan.slots))
         return ExternalKVMatch(plan.promised_tokens, not waits, plan)
 
@@ -409,5 +409,5 @@ class Planner:
 
 
 def _usable_blocks(loadable: int, state: RequestState) -> int:
-    """How many of a request's loadable blocks may be promised, if they all have keys."""
+    """Number of a request's loadable blocks that may be promised, if they all have keys."""
     return loadable if state.invalid_from is None else min(loadable, state.invalid_from)

@@ -59,13 +59,13 @@ class Staging:
         self.tiers = self.reads.tiers
 
     def _claim(self, probe: Probe, lacking: Lacking, available: Availability, reach: int) -> Claim:
-        """What a request waits for that `lacking` is read for; rows before `reach` have room."""
+        """Claim of a request for which `lacking` is read; rows before `reach` have room."""
         end = lacking.missing.end
         first = max(probe.start, available.resident)
         return Claim(end - first, lacking.seconds or 0.0, end - max(first, reach))
 
     def begin(self, probe: Probe, lacking: Lacking, available: Availability) -> bool:
-        """Read what is lacking into memory, under a plan that promises nothing yet; whether there is room."""
+        """Read lacking blocks into memory, under a plan that promises nothing yet; False if there is no room."""
         reach = self._fetch(probe, lacking, available)
         if reach <= max(probe.start, available.resident):
             return False
@@ -90,7 +90,7 @@ class Staging:
         return True
 
     def waits_for_room(self, probe: Probe, lacking: Lacking, available: Availability) -> bool:
-        """Whether the request waits until others leave room for what it lacks; if none has any, none comes."""
+        """True if the request waits until others leave room for what it lacks; if none has any, none comes."""
         first = max(probe.start, available.resident)
         held = 0 if probe.plan is None else len(probe.plan.leases)
         if self.index.pinned_count <= held or self.reads.is_overdue(first, available.by_tier):
@@ -105,8 +105,8 @@ class Staging:
         return True
 
     def _fetch(self, probe: Probe, lacking: Lacking, available: Availability) -> int:
-        """Begin to read what a match, or a shorter one, lacks of all groups; returns up to which block all of it is
-        there or on its way, 0 if that is none.
+        """Begin to read blocks that a match, or a shorter one, lacks of all groups; returns its end: all rows
+        before it are in memory or on their way; 0 if there is no such match.
 
         Room is not made from what memory has of this match, nor from what it has of the shorter one that is promised if
         there is no room.

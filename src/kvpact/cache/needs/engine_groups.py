@@ -46,7 +46,7 @@ class EngineGroups:
     class_bytes: Sequence[int] = (1,)
     """Per class the bytes of a slot."""
     shows_all: bool = field(init=False)
-    """Whether the engine shows the blocks of every group."""
+    """True if the engine shows the blocks of every group."""
     block_size: int = field(init=False)
     """Tokens of a row."""
     alignment: int = field(init=False)
@@ -60,7 +60,7 @@ class EngineGroups:
     row_bytes: int = field(init=False)
     """Bytes of a row; 0 if rows have no bytes."""
     names_first: bool = field(init=False)
-    """Whether the engine's first table is the chain's."""
+    """True if the engine's first table is the chain's."""
     _context: SchedulerContext | None = field(default=None, init=False)
     _is_null: dict[int, bool] = field(default_factory=dict, init=False)
     """The engine's block -> whether it is a null block, which it stays. A pool bounds how many there are."""
@@ -107,7 +107,7 @@ class EngineGroups:
         return self._context.get_block_ids(request_id)
 
     def is_null(self, block_id: int) -> bool:
-        """Whether the engine's table has no block there."""
+        """True if the engine's table has no block there."""
         null = self._is_null.get(block_id)
         if null is None:
             null = self._is_null[block_id] = self._context is not None and self._context.get_block(block_id).is_null
@@ -265,7 +265,7 @@ class EngineGroups:
 
     @property
     def reads_all(self) -> bool:
-        """Whether any part of a match is one, because each group keeps all blocks of it."""
+        """True if any part of a match is one, because each group keeps all blocks of it."""
         return all(group.kind is GroupKind.FULL for group in self.groups.groups)
 
     def first_of(self, runs: Sequence[Run], num_tokens: int) -> list[Run]:
@@ -274,7 +274,7 @@ class EngineGroups:
         return [run.part(0, end) for run, end in zip(runs, ends, strict=True) if end > 0]
 
     def may_end_at(self, num_tokens: int) -> bool:
-        """Whether a match may be cut to end there: between two rows, and a state is of use at its block's end alone."""
+        """True if a match may be cut to end there: between two rows, and a state is of use at its block's end alone."""
         sizes = [group.block_size for group in self.groups.groups if group.kind is GroupKind.STATE]
         return not any(num_tokens % size for size in (self.groups.block_size, *sizes))
 

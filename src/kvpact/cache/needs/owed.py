@@ -52,7 +52,7 @@ class Computed:
     token_ids: Sequence[int]
     """All of the request; `names` makes the keys of them."""
     tag: Tag
-    """With which the blocks were computed."""
+    """Tag of the blocks."""
     start: int
     end: int
     first: int

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def names(self) -> Sequence[BlockKey]:
-        """The keys by which a place is asked for it: a linked run's chain up to its end, or the blocks' own."""
+        """Keys in a question to a place: a linked run's chain up to its end, or the blocks' own."""
         return self.chain[: self.start + len(self.keys)] if self.is_linked else self.keys
 
     @property
@@ -183,7 +183,7 @@ class Run:
         return min(room, most) if self.is_linked else len(self.keys) if room >= len(self.keys) else 0
 
     def lost_any(self, key_at: Callable[[int], BlockKey | None]) -> bool:
-        """Whether memory has dropped blocks since it gave them `slots`. A chain that loses any loses its last one."""
+        """True if memory has dropped blocks since it gave them `slots`. A chain that loses any loses its last one."""
         return any(key_at(slot) is None for slot in (self.slots[-1:] if self.is_linked else self.slots))
 
     # Reports
