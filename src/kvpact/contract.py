@@ -308,7 +308,7 @@ class JobTally:
     __slots__ = ("_blocks", "_outcomes", "_ranks")
 
     def __init__(self, blocks: BlockRange, ranks: int) -> None:
-        self._blocks = RangeSet.of(blocks)
+        self._blocks = RangeSet((blocks,)) if blocks.count else NO_RANGES
         self._ranks = ranks
         self._outcomes: dict[int, JobOutcome] = {}
 

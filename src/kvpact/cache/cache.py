@@ -101,11 +101,13 @@ class PactCache(ExternalCache):
         ranks = arena.num_ranks
         records = Records(clock)
         requests = self.requests = Requests(namespace, groups, epochs, tags, records, self._renamed)
-        lifetime, anew = config.plan_lifetime, requests.may_wait_anew
+        lifetime = config.plan_lifetime
+        anew = requests.may_wait_anew
         ledger = self.ledger = PactLedger(index.unpin, lifetime, kept_waiting=anew, note_ended=records.note_ended)
         load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes, copies_per_block)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
-        timeout, shares = config.prepare_deadline or config.load_deadline, config.share_drawn_epochs
+        timeout = config.prepare_deadline or config.load_deadline
+        shares = config.share_drawn_epochs
         below = self.tiers = TierSet(arena, metrics, clock, budget, timeout, shares)
         memory = Memory(index, ledger)
         engine_groups = EngineGroups(groups, classes, arena.class_bytes)
@@ -127,7 +129,7 @@ class PactCache(ExternalCache):
         self.ledger.totals.enter_tiers(client.name for client in self.tiers.clients)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
-        """Use these tiers, which were not there from the start. What memory holds is written to them piece by piece."""
+        """Use tiers that were opened late. The blocks in memory are written to them piece by piece."""
         self._open(tiers)
         self._begin_backlog()
 
@@ -161,7 +163,7 @@ class PactCache(ExternalCache):
 
     @property
     def asks_shared(self) -> bool:
-        """Whether `prepare_external_match` asks shared tiers."""
+        """True if `prepare_external_match` asks shared tiers."""
         return self._finder.asks_shared
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
@@ -238,14 +240,13 @@ class PactCache(ExternalCache):
         has_plan = self.ledger.has_plan(request.request_id)
         if has_plan and (loaded := self.ledger.find_settled(request.request_id)) is not None:
             self._loads.note_resumed(loaded)
+            has_plan = self.ledger.has_plan(request.request_id)
         self._load_budget.note_running((request.request_id,))
         state = self.requests.of(request)
         if not state.max_computed:
             self.requests.records.note_begun(state.record)
         self._computing += max(0, num_computed_tokens - state.computed)
-        quiet_until = self.saves.note(request, state, num_computed_tokens, block_ids)
-        if not has_plan or not self.ledger.has_plan(request.request_id):
-            state.note_quiet(quiet_until)
+        self.saves.note(request, state, num_computed_tokens, block_ids, has_plan)
 
     def note_running(
         self, request_ids: Sequence[str], computed: Sequence[int], step_tokens: Mapping[str, int]
@@ -269,7 +270,8 @@ class PactCache(ExternalCache):
     def end_step(self) -> StepWork:
         """See `ExternalCache`: takes in what tiers have done, expires plans, and returns the step's copies."""
         now = self._clock()
-        was_proven, self._is_proven = self._is_proven, self._arena.standing is Standing.PROVEN
+        was_proven = self._is_proven
+        self._is_proven = self._arena.standing is Standing.PROVEN
         if self._is_proven and not was_proven:
             self._begin_backlog()
         if self.tiers.clients:
@@ -338,7 +340,7 @@ class PactCache(ExternalCache):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether copies or writes are under way: the engine must step to take in the reports.
+        """True if copies or writes are under way: the engine must step to take in the reports.
 
         Not for ever: a tier may hang, and a hook or a worker may fail in every step. The next request's steps then take
         in the rest.
@@ -383,7 +385,7 @@ class PactCache(ExternalCache):
 
     @property
     def has_overdue_loads(self) -> bool:
-        """Whether a load's deadline has passed and ranks may still write to its blocks."""
+        """True if a load's deadline has passed and ranks may still write to its blocks."""
         return bool(self._jobs.given_up)
 
     def distrust_blocks(self, block_ids: Collection[int], tables: Mapping[str, Sequence[int]]) -> None:
@@ -402,7 +404,8 @@ class PactCache(ExternalCache):
         self.metrics.set("unproven_copies", int(self._arena.standing is Standing.OPEN))
         for reason, checks in self._arena.unmade_checks.items():
             self.metrics.raise_to("unmade_checks", checks, reason)
-        speed, used = self._finder.prefill.tokens_per_second, self.ledger.totals.used_tokens
+        speed = self._finder.prefill.tokens_per_second
+        used = self.ledger.totals.used_tokens
         self.metrics.set("prefill_speed", speed)
         if speed:
             self.metrics.add("spared_prefill_seconds", (used - self._valued_tokens) / speed)

@@ -24,7 +24,7 @@ from kvpact.metrics import MissReason
 from kvpact.tiers.costs import PrefillRate
 
 MORE_ROUNDS = 3
-"""How often a request asks shared tiers for blocks of side groups: for the longest match, and for shorter ones."""
+"""Rounds of one request's questions to shared tiers for loose blocks: for the longest match, and for shorter ones."""
 
 
 @dataclass(eq=False)
@@ -36,27 +36,28 @@ class Finder:
     reads: Prefetcher
     epochs: Epochs
     prefill: PrefillRate = field(init=False)
-    """How fast the engine computes; a step tells it."""
+    """Speed of the engine's prefill, measured by steps."""
     index: BlockIndex = field(init=False)
     tiers: TierSet = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefill = PrefillRate(2 * self.groups.block_size)
-        self.index, self.tiers = self.reads.index, self.reads.tiers
+        self.index = self.reads.index
+        self.tiers = self.reads.tiers
 
     @property
     def asks_shared(self) -> bool:
-        """Whether a prepare asks shared tiers."""
+        """True if a prepare asks shared tiers."""
         return self.may_be_shared and self.config.match_at == "schedule" and self.config.prepare_deadline > 0
 
     @property
     def looks_up_at_step(self) -> bool:
-        """Whether workers look in shared tiers at a step's beginning."""
+        """True if workers look in shared tiers at a step's beginning."""
         return self.config.match_at == "step" and self.may_be_shared
 
     @property
     def may_be_shared(self) -> bool:
-        """Whether shared tiers may hold blocks of this epoch."""
+        """True if shared tiers may hold blocks of this epoch."""
         return bool(self.tiers.shared) and self.tiers.may_share(self.epochs.current)
 
     def find(self, state: RequestState, needs: Needs, now: float) -> Availability:
@@ -72,7 +73,7 @@ class Finder:
         return Availability(resident, by_tier, any(map(self.reads.is_arriving, [*rows, *state.staged])))
 
     def may_go_on(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether some place may hold blocks of a chain after `keys`, the first ones of it."""
+        """True if some place may hold blocks of a chain after `keys`, the first ones of it."""
         if self.may_be_shared or not self.groups.row_bytes or keys[-1] in self.index:
             return True
         now = self.tiers.clock()
@@ -88,12 +89,12 @@ class Finder:
         if lookup is None:
             missing = len(needs.keys) - max(available.resident, available.stored)
             if missing:
-                state.begin_lookup(self.reads.ask(needs.keys, partial(self.computes_faster, missing)))
+                state.begin_lookup(self.reads.ask(needs.keys, partial(self.computes_faster, missing), None))
         elif lookup.hits and not lookup.pending and lookup.rounds < MORE_ROUNDS:
             answers = partial(self.reads.answers, lookup, self.tiers.clock())
             rows = max(available.resident, *lookup.hits.values())
             if lacks := needs.worth_asking(self.reads.memory.has, answers, rows):
-                self.reads.ask_more(lookup, lacks)
+                self.reads.ask(lacks, partial(self.computes_faster, 0), lookup)
 
     def why_unknown(self) -> MissReason:
         """Why blocks are known nowhere: a tier that would be asked for them cannot be, or none of all has them."""
@@ -102,5 +103,5 @@ class Finder:
         return MissReason.TIER_DOWN if is_down else MissReason.NOT_STORED
 
     def computes_faster(self, blocks: int, seconds: float | None) -> bool:
-        """Whether the engine should compute `blocks` blocks in less than `seconds`, if those are known."""
+        """True if the engine should compute `blocks` blocks in less than `seconds`, if those are known."""
         return self.config.recompute_if_faster and self.prefill.is_faster(blocks * self.groups.block_size, seconds)

@@ -32,7 +32,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.identity.tags import Tag
 from kvpact.index.block_index import Pin
-from kvpact.ranges import NO_RANGES, RangeSet
+from kvpact.ranges import NO_RANGES, BlockRange, RangeSet
 from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
@@ -269,7 +269,8 @@ class TransferJobs:
         slots = self._numbers(run.slots)
         ids = tuple(run.block_ids)
         job = SaveJob(self._next_id(), owed.request_id, run.start, slots, ids, run.group)
-        save = SaveState(job, owed, pin, JobTally(job.blocks, self.ranks), now, now + self.timeout)
+        tally = JobTally(BlockRange(run.start, len(slots)), self.ranks)
+        save = SaveState(job, owed, pin, tally, now, now + self.timeout)
         self.saves[job.job_id] = save
         self._outbox.saves.append(job)
         return save

@@ -1,4 +1,4 @@
-"""Memory of what each of the engine's blocks holds, and of which are evicted next, for `"save": "lazy"`.
+"""Memo of the content of the engine's blocks, and of the next ones to be evicted, for `"save": "lazy"`.
 
 Owns a memo with one entry for each block of the engine's pool, and a cursor on the engine's free queue. Names blocks
 that are about to be lost; `saves.py` saves them. A loose block is saved with the row to which it is attached, see
@@ -32,7 +32,7 @@ WINDOW_STEPS: Final = 2
 steps."""
 
 PEAK_ALLOC_DECAY: Final = 0.98
-"""The factor by which the peak allocation rate falls with each step."""
+"""Factor of the peak allocation rate from one step to the next."""
 
 VIEWS_PER_STEP: Final = 128
 """Blocks of the free queue that one step reads at most: each costs about 1 us (P11)."""
@@ -54,9 +54,9 @@ class LazyOffload:
     tags: BlockTags
     min_window: int = MIN_WINDOW
     dirty: bool = field(default=False, init=False)
-    """Whether the next step may find something to save."""
+    """True if the next step may find something to save."""
     _entries: dict[int, BlockContent] = field(default_factory=dict, init=False)
-    """Block id -> what it holds; at most one entry for each block of the pool (P12)."""
+    """Block id -> its content; at most one entry for each block of the pool (P12)."""
     _places: dict[BlockKey, int] = field(default_factory=dict, init=False)
     """Key -> the block that was last seen to hold it; at most one for each entry."""
     _attached: Attached = field(init=False)
@@ -222,7 +222,7 @@ class LazyOffload:
     def _save_row(
         self, row: BlockKey, until: int, leaving: Mapping[int, bytes | None], taken: set[int]
     ) -> Generator[Owed, None, bool]:
-        """Offer the caller what must be saved so that a due row will be stored; False if a later step must go on."""
+        """Offer the caller the rows to save so that a due row will be stored; False if a later step must go on."""
         if self._held >= until:
             return False
         start = row if self._resume_key is None else self._resume_key
@@ -252,7 +252,7 @@ class LazyOffload:
         return saved
 
     def _save_attached(self, until: int, leaving: Mapping[int, bytes | None], taken: set[int]) -> Iterator[Owed]:
-        """Offer the caller what is attached to rows that wait, until `until` blocks are held; note what it takes."""
+        """Offer the caller blocks attached to waiting rows, until `until` blocks are held; note those that it takes."""
 
         def still_holds(block_id: int, entry: BlockContent) -> bool:
             if self._holds(block_id, entry, leaving):
@@ -304,7 +304,7 @@ class LazyOffload:
         return True
 
     def _holds(self, block_id: int, entry: BlockContent, leaving: Mapping[int, bytes | None]) -> bool:
-        """Whether the engine's block still holds what it did; `leaving` has the hashes of those it evicts next."""
+        """True if the engine's block still has this content; `leaving` has the hashes of those it evicts next."""
         seen = leaving[block_id] if block_id in leaving else self.context.get_block(block_id).block_hash
         return entry.block_hash is not None and entry.block_hash == seen and self.tags.has(block_id, entry.tag)
 
@@ -343,7 +343,8 @@ class LazyOffload:
             self._cursor = stay[-1]
 
     def _restart(self) -> None:
-        self._cursor, self._passed = None, 0
+        self._cursor = None
+        self._passed = 0
 
     def _chain_to(self, row: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> Owed | None:
         """The rows to save so that `row` will be stored: at most `room`, the first ones first.
@@ -376,14 +377,17 @@ class LazyOffload:
             new.append(entry.key)
         if not new:
             return None
-        ids, start = tuple(reversed(missing[-len(new) :])), len(known)
-        owner, departing = self._entries[ids[-1]].request_id, frozenset(ids).intersection(leaving)
-        rows, group = range(start, start + len(new)), self._entries[ids[0]].group
+        ids = tuple(reversed(missing[-len(new) :]))
+        start = len(known)
+        owner = self._entries[ids[-1]].request_id
+        departing = frozenset(ids).intersection(leaving)
+        rows = range(start, start + len(new))
+        group = self._entries[ids[0]].group
         run = Run(group, start, new, [*known, *new], rows, self.groups.class_of(group), block_ids=ids)
         return Owed(owner, run, departing)
 
     def content_of(self, block_id: int) -> BlockContent | None:
-        """What a block of the engine is known to hold; None if that is unknown."""
+        """Content of a block of the engine; None if it is unknown."""
         return self._entries.get(block_id)
 
     @property

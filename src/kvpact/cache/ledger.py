@@ -90,7 +90,8 @@ class Ledger(Generic[Lease, Slots]):
         if unused is not None:  # The request was preempted after its load and before it ran.
             self.use(unused, 0)
         if old is not None:
-            plan.leases, old.leases = old.leases, []
+            plan.leases = old.leases
+            old.leases = []
             self._abort(old, EndReason.SUPERSEDED)
         self._apply(plan, PlanEvent.PREPARE_READY if promised_tokens else PlanEvent.PREPARE_LATER)
         self._open[request_id] = plan
@@ -108,7 +109,7 @@ class Ledger(Generic[Lease, Slots]):
         return self._awaiting_use.get(request_id)
 
     def has_plan(self, request_id: str) -> bool:
-        """Whether the request has an open plan, or a settled one that awaits `use`."""
+        """True if the request has an open plan, or a settled one that awaits `use`."""
         return request_id in self._open or request_id in self._awaiting_use
 
     def open_plans(self) -> list[Plan[Lease, Slots]]:
@@ -118,7 +119,9 @@ class Ledger(Generic[Lease, Slots]):
     def renew(self, plan: Plan[Lease, Slots], now: float) -> None:
         """The engine asked again for the same match; acquires and counts nothing (P3)."""
         self._apply(plan, PlanEvent.RENEW)
-        plan.renewed_at, plan.renewed_step, plan.postponed = now, self.step, None
+        plan.renewed_at = now
+        plan.renewed_step = self.step
+        plan.postponed = None
 
     def ready(
         self,
@@ -137,7 +140,9 @@ class Ledger(Generic[Lease, Slots]):
         self._require(plan, PlanEvent.PREPARE_READY)
         _require_promise(plan, blocks, promised_tokens)
         self._apply(plan, PlanEvent.PREPARE_READY)
-        plan.renewed_at, plan.renewed_step, plan.postponed = now, self.step, None
+        plan.renewed_at = now
+        plan.renewed_step = self.step
+        plan.postponed = None
         self._promise(plan, blocks, promised_tokens)
         self._hold(plan, leases)
 
@@ -169,7 +174,9 @@ class Ledger(Generic[Lease, Slots]):
             )
         self._apply(plan, PlanEvent.COMMIT)
         plan.committed_tokens = tokens
-        plan.renewed_at, plan.renewed_step, plan.deadline = now, self.step, deadline
+        plan.renewed_at = now
+        plan.renewed_step = self.step
+        plan.deadline = deadline
         self.totals.committed_tokens += tokens
         self.totals.withdrawn_tokens += plan.promised_tokens - tokens
         if keep is not None:
@@ -199,7 +206,8 @@ class Ledger(Generic[Lease, Slots]):
     def _end_load(self, plan: Plan[Lease, Slots], loaded_tokens: int, failed: RangeSet) -> None:
         self._apply(plan, PlanEvent.FELL_SHORT if failed.ranges else PlanEvent.ARRIVED)
         plan.reason = EndReason.SHORT if failed.ranges else EndReason.LOADED
-        plan.loaded_tokens, plan.failed = loaded_tokens, failed
+        plan.loaded_tokens = loaded_tokens
+        plan.failed = failed
         self.totals.loaded_tokens += loaded_tokens
         self.totals.failed_tokens += plan.committed_tokens - loaded_tokens
         self.totals.ended[plan.reason] += 1
@@ -299,7 +307,7 @@ class Ledger(Generic[Lease, Slots]):
     def make_room(
         self, room: Callable[[], int], wanted: int, may_yield: Callable[[Plan[Lease, Slots]], bool] = lambda plan: False
     ) -> int:
-        """What `room` tells. If that is less than `wanted`, `yielding_plans` end, one by one, until it is not.
+        """Number of slots by `room`. If that is less than `wanted`, `yielding_plans` end, one by one, until it is not.
 
         Engines ask for their queue's head first: it gets room from those after it, and two never evict each other.
         """
@@ -369,7 +377,7 @@ class Ledger(Generic[Lease, Slots]):
 
     @property
     def known_requests(self) -> set[str]:
-        """Requests of which more is kept than the history."""
+        """Requests with state besides the history."""
         return {*self._open, *self._awaiting_use, *self._used_positions}
 
     def explain(self, request_id: str) -> list[PlanRecord]:
@@ -412,7 +420,8 @@ class Ledger(Generic[Lease, Slots]):
         return to
 
     def _promise(self, plan: Plan[Lease, Slots], blocks: BlockRange, tokens: int) -> None:
-        plan.blocks, plan.promised_tokens = blocks, tokens
+        plan.blocks = blocks
+        plan.promised_tokens = tokens
         self.totals.promised_tokens += tokens
 
     def _abort(self, plan: Plan[Lease, Slots], reason: EndReason) -> None:
@@ -430,7 +439,8 @@ class Ledger(Generic[Lease, Slots]):
 
     def _hold(self, plan: Plan[Lease, Slots], leases: Iterable[Lease]) -> None:
         """Let the plan hold exactly `leases`; release its other ones."""
-        before, plan.leases = plan.leases, list(leases)
+        before = plan.leases
+        plan.leases = list(leases)
         taken = list(plan.leases)
         given_back = []
         for lease in before:

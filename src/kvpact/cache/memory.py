@@ -20,7 +20,8 @@ from kvpact.index.block_index import BlockIndex, Pin, Reservation
 from kvpact.index.slot_space import PlainSlots
 from kvpact.memory.arena import Arena
 
-NAMES_PER_SLOT, MAX_NAMES = 64, 1 << 20
+NAMES_PER_SLOT = 64
+MAX_NAMES = 1 << 20
 """Rows of a chain without bytes: for each slot of the side groups' blocks, and at most."""
 
 
@@ -66,12 +67,13 @@ class Memory:
         return pins
 
     def lost_any(self, runs: Sequence[Run]) -> bool:
-        """Whether blocks were dropped since these runs were leased."""
+        """True if blocks were dropped since these runs were leased."""
         return any(run.lost_any(self.index.key_at) for run in runs)
 
     def know(self, keys: Sequence[BlockKey]) -> int:
         """The rows of a chain that are known; without bytes they become known now, as far as there is room for keys."""
-        known, index = self.index.known_prefix(keys), self.index
+        known = self.index.known_prefix(keys)
+        index = self.index
         if self.in_slots is not self.has and known < len(keys):
             reservation = index.reserve(keys, known, len(keys))
             if reservation is not None:
@@ -87,7 +89,7 @@ class Memory:
         return [linked(chain[:-1]), loose([key])]
 
     def runs_that_end_in(self, keys: Sequence[BlockKey]) -> list[Run]:
-        """Chains of which the last block is one of these, and loose blocks that are."""
+        """Chains that end in one of these blocks, and the loose blocks among them."""
         is_loose = [self.index.is_side(self.index.slot(key)) for key in keys]
         ends = [key for key, is_one in zip(keys, is_loose, strict=True) if not is_one and self.index.is_last(key)]
         found = [linked(self.index.chain(key)) for key in ends]
@@ -104,23 +106,27 @@ class Memory:
             return self.index.reserve(run.chain, run.start, run.start + len(run.keys))
         return self.index.reserve_sides(run.keys, run.parents, run.slot_class)
 
-    def take(self, run: Run, share: Callable[[int], int]) -> Taken | None:
-        """Slots for as many blocks of a run as there is room for, of which it may have its `share`, and a pin on the
-        last of them; None if there is none, or the row that the run needs is not known."""
-        needed, index, wanted = run.needed, self.index, len(run.keys)
+    def take(self, run: Run, share: Callable[[int], int] | None) -> Taken | None:
+        """Slots for as many blocks of a run as there is room for, of which it may have its `share`, by default all, and
+        a pin on the last of them; None if there is none, or the row that the run needs is not known."""
+        needed = run.needed
+        index = self.index
+        wanted = room = len(run.keys)
         if needed != NO_BLOCK and needed not in index:
             return None
-        # without this pin each question about the chain walks to its start
-        before = index.pin(needed) if needed != NO_BLOCK else None
+        before = None
         try:
-            reservable = partial(index.reservable, needed, wanted, run.slot_class)
-            room = min(wanted, share(self.ledger.make_room(reservable, wanted)))
+            if share is not None or wanted > len(index.space.free[run.slot_class]):
+                # without this pin each question about the chain walks to its start
+                before = index.pin(needed) if needed != NO_BLOCK else None
+                found = self.room_for(run, wanted)
+                room = min(wanted, found if share is None else share(found))
             if not room:
                 return None
             reservation = self.reserve(run if room == wanted else run.part(0, room))
             if reservation is None:
                 raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
-            return Taken(reservation, index.pin(run.keys[room - 1]))
+            return Taken(reservation, index.pin_at(run.keys[room - 1], reservation.slots[-1]))
         finally:
             if before is not None:
                 index.unpin(before)
@@ -138,5 +144,5 @@ def index_of(arena: Arena, groups: GroupSet, classes: Sequence[int]) -> BlockInd
 
 
 def number_of(index: BlockIndex) -> Callable[[int], int] | None:
-    """Numbers by which workers know the slots of an index; None if they are the same."""
+    """Numbers that workers use for the slots of an index; None if they are the same."""
     return None if isinstance(index.space, PlainSlots) else index.space.number

@@ -60,69 +60,66 @@ class Offloader:
 
     @property
     def lazy(self) -> LazyOffload | None:
-        """The memo of what the engine holds; None: blocks are saved as they are computed."""
+        """Memo of the engine's blocks; None: blocks are saved as they are computed."""
         return self.saves.lazy
 
     @property
     def saves_any(self) -> bool:
-        """Whether anything is saved that requests compute."""
+        """True if anything is saved that requests compute."""
         return self.config.save != "off" and self.groups.shows_all
 
     # What a step computes
 
     def note(
-        self, request: EngineRequest, state: RequestState, computed_tokens: int, block_ids: Callable[[], Sequence[int]]
-    ) -> int:
-        """After this step the first `computed_tokens` tokens are computed: save full blocks that are not stored.
-
-        Returns the number of tokens with which the request next fills a block, if nothing is to be done until then.
-        """
-        before = state.computed
-        state.advance(computed_tokens)
-        saves_any = self.saves_any
-        if saves_any:
-            self._note(request, state, before, block_ids)
-        if self.saves.lazy is not None or state.loads_without_progress or computed_tokens < state.max_computed:
-            return 0
-        if saves_any and (state.keys is None or state.offloaded_blocks < computed_tokens // self.groups.block_size):
-            return 0
-        return computed_tokens - computed_tokens % self.groups.smallest_block + self.groups.smallest_block
-
-    def _note(
-        self, request: EngineRequest, state: RequestState, before: int, block_ids: Callable[[], Sequence[int]]
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        computed: int,
+        block_ids: Callable[[], Sequence[int]],
+        has_plan: bool,
     ) -> None:
-        computed, lazy, groups = state.computed, self.saves.lazy, self.groups
-        size, tables = groups.block_size, None
-        begun, filled = before // size, computed // size
-        if before // groups.smallest_block < computed // groups.smallest_block:
-            tables = groups.tables(request.request_id, block_ids)
-            if state.sound < begun:
-                state.note_sound(self._sound_rows(state, begun, tables))
-        tag = state.tag_of_filled(before, computed, size)
+        """After this step the first `computed` tokens are computed: save full blocks that are not stored.
+
+        The request is quiet until it next fills a block, if nothing is to be done until then, and it has no plan.
+        """
+        lazy = self.saves.lazy
+        groups = self.groups
+        before = state.computed
+        smallest = groups.smallest_block
+        saves_any = self.saves_any
+        begun = before // groups.block_size
+        tables = None
+        if saves_any:
+            tables, filled = groups.tables_of_step(request.request_id, block_ids, before, computed)
+        if tables is not None and state.sound < begun:
+            state.note_sound(self._sound_rows(state, begun, tables))
+        next_fill = 0 if has_plan or lazy is not None else computed - computed % smallest + smallest
+        tag, rows = state.advance(computed, len(request.token_ids), groups.block_size, next_fill)
         if tables is not None:
-            self.tags.fill(groups.filled(tables, before, computed), tag)
-        if state.keys is None:
-            if lazy is not None:
-                lazy.invalidate_blocks(each for table in tables or () for each in table)
-            return
-        full = min(filled, state.keys.count(len(request.token_ids)))
-        if lazy is not None and tables is not None:  # filled, and without a key until the next token is known
-            lazy.invalidate_blocks(groups.filled(tables, max(before, full * size), computed))
-        if full > state.offloaded_blocks:
-            self._note_full(request, state, full, tables or groups.tables(request.request_id, block_ids))
+            self.tags.fill(filled, tag)
+        if lazy is not None and tables is not None:
+            if state.keys is None:
+                lazy.invalidate_blocks(each for table in tables for each in table)
+            else:  # filled, and without a key until the next token is known
+                lazy.invalidate_blocks(groups.filled(tables, max(before, rows.stop * groups.block_size), computed))
+        if saves_any and rows:
+            self._note_full(request, state, rows, tables or groups.tables(request.request_id, block_ids))
 
-    def _note_full(self, request: EngineRequest, state: RequestState, full: int, tables: Tables) -> None:
-        """The first `full` rows of a request are computed, and have keys: save what others may need of all groups.
+    def _note_full(self, request: EngineRequest, state: RequestState, rows: range, tables: Tables) -> None:
+        """Save computed `rows` of a request, which have keys, and all blocks attached to them that others may need.
 
-        Those before `offloaded_blocks` were offered in earlier steps; those after a bound are left to later ones.
+        Rows after a bound are left to later steps.
         """
         assert state.keys is not None
-        name, first, lazy, groups = request.request_id, state.offloaded_blocks, self.saves.lazy, self.groups
-        state.note_offloaded(full)
+        name = request.request_id
+        first = rows.start
+        full = rows.stop
+        lazy = self.saves.lazy
+        groups = self.groups
         if state.sound < full:
             state.note_sound(self._sound_rows(state, full, tables))
-        tokens, ids = request.token_ids, groups.rows_of(tables)
-        loose = groups.attached(tables, range(first, full), state.computed, len(tokens), state.branches)
+        tokens = request.token_ids
+        ids, loose = groups.worth_saving(tables, rows, state.computed, len(tokens), state.branches)
         owed = Computed(name, state.keys, tokens, state.tag, first, full, 0, ids, loose, state.sound)
         left = 0
         if lazy is not None:
@@ -145,7 +142,7 @@ class Offloader:
 
     @property
     def dirty(self) -> bool:
-        """Whether lazy saving has something to do in a step of an idle engine."""
+        """True if lazy saving has something to do in a step of an idle engine."""
         return self.saves.lazy is not None and self.saves.lazy.dirty
 
     def request_finished(self, request_id: str) -> None:
@@ -159,7 +156,7 @@ class Offloader:
             self.saves.lazy.clear()
 
     def order_what_is_leaving(self, loading_blocks: int, computed_tokens: int, now: float) -> None:
-        """Save what the engine is about to evict; in this step it took blocks for these."""
+        """Save blocks that the engine is about to evict; in this step it took blocks for these."""
         if (lazy := self.saves.lazy) is not None:
             refused = lazy.refused
             for owed in lazy.due(loading_blocks + self.groups.blocks_of(computed_tokens)):
@@ -168,7 +165,7 @@ class Offloader:
                 self.saves.tiers.metrics.add("dropped_blocks", lazy.refused - refused)
 
     def give_up(self) -> None:
-        """Store nothing of what is being saved, or put off, and release the engine's blocks (H106)."""
+        """Cancel all saves, ordered or put off, and release the engine's blocks (H106)."""
         for save in self.saves.jobs.saves.values():
             save.trusted = False
             self.saves.release(save)

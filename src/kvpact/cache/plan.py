@@ -32,7 +32,7 @@ class PlanState(StrEnum):
 
 
 class PlanEvent(StrEnum):
-    """What happens to a plan; the value is the arrow's text in docs/lifecycle.md."""
+    """Events of a plan; the value is the arrow's text in docs/lifecycle.md."""
 
     PREPARE_LATER = "prepare, a tier answers later"
     PREPARE_READY = "prepare, all is held"
@@ -62,7 +62,7 @@ OPEN_STATES = frozenset({PlanState.PENDING, PlanState.PLANNED, PlanState.LOADING
 Lease = TypeVar("Lease", bound=Hashable)
 """A hold on stored blocks, opaque here. Two equal leases in one list are two holds."""
 Slots = TypeVar("Slots")
-"""What the cache needs to carry the plan out, opaque here."""
+"""Data of the cache to carry the plan out, opaque here."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -97,12 +97,12 @@ class Plan(Generic[Lease, Slots]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the plan has not ended yet."""
+        """True if the plan has not ended yet."""
         return self.state in OPEN_STATES
 
     @property
     def is_postponed(self) -> bool:
-        """Whether it promises what the engine did not take."""
+        """True if it promises what the engine did not take."""
         return self.state is PlanState.PLANNED and self.postponed is not None
 
     @property

@@ -33,7 +33,7 @@ class Lacking(NamedTuple):
 
     missing: Missing
     by_tier: tuple[Supply, ...]
-    """What each tier can supply of them, in the user's order."""
+    """Supply of each tier, in the user's order."""
     seconds: float | None
     """Expected until all have arrived; None if unknown."""
     clients: frozenset[TierClient]
@@ -62,7 +62,7 @@ class Prefetcher:
     tiers: TierSet
     memory: Memory
     writes: WriteBack
-    """Offers what memory holds after a read to the other tiers: other blocks may have waited for those."""
+    """Offers blocks to the other tiers after a read: saved blocks may have waited for those."""
     index: BlockIndex = field(init=False)
     _filling: set[int] = field(default_factory=set, init=False)
 
@@ -71,41 +71,43 @@ class Prefetcher:
 
     # Finding
 
-    def ask(self, keys: Sequence[BlockKey], is_too_slow: Callable[[float], bool]) -> TierLookup:
-        """Begin to ask the shared tiers what they hold of `keys`, as far as they are asked now.
+    def ask(
+        self, keys: Sequence[BlockKey], is_too_slow: Callable[[float], bool], answered: TierLookup | None
+    ) -> TierLookup:
+        """Ask the shared tiers for the rows `keys`, or, where they have `answered` for rows, for these loose blocks.
 
-        Not those that are left alone, nor those of which `is_too_slow` says so, by the seconds of a look-up: these are
-        probed, if that is due.
+        For rows, tiers that are paused are not asked, nor those of which `is_too_slow` says so, by the seconds of a
+        lookup: these are probed, if that is due.
         """
-        lookup, now = TierLookup(keys), self.tiers.clock()
+        lookup = answered or TierLookup(keys)
+        lookup.rounds += answered is not None
         for client in self.tiers.shared:
-            if client.health.is_paused:
-                lookup.silent[client] = MissReason.TIER_DOWN
-            elif is_too_slow(client.costs.lookup_seconds):
-                lookup.silent[client] = MissReason.RECOMPUTE_FASTER
-                client.note_too_slow(LookupDone, client.costs.lookup_seconds, now)
-            else:
-                op_id = lookup.pending[client] = self.tiers.begin(partial(self._end_lookup, client, lookup, keys, True))
-                client.submit_lookup(op_id, keys, before=())
-        for client in lookup.silent:
-            self.tiers.metrics.add("skipped_lookups", label=client.name)
-            client.probe(keys, now, before=())
-        return lookup
-
-    def ask_more(self, lookup: TierLookup, keys: Sequence[BlockKey]) -> None:
-        """Ask the shared tiers that have answered for loose blocks, too."""
-        lookup.rounds += 1
-        for client in self.tiers.shared:
-            known = lookup.loose.setdefault(client, {})
-            unknown = [key for key in keys if key not in known]
-            if not unknown or client not in lookup.hits:
+            unknown = keys
+            if answered is not None:
+                known = lookup.loose.setdefault(client, {})
+                unknown = [key for key in keys if key not in known]
+                if not unknown or client not in lookup.hits:
+                    continue
+            elif client.health.is_paused:
+                self._skip(client, lookup, MissReason.TIER_DOWN)
                 continue
-            op_id = self.tiers.begin(partial(self._end_lookup, client, lookup, unknown, False))
-            if client.submit_lookup(op_id, unknown):
+            elif is_too_slow(client.costs.lookup_seconds):
+                client.note_too_slow(LookupDone, client.costs.lookup_seconds, self.tiers.clock())
+                self._skip(client, lookup, MissReason.RECOMPUTE_FASTER)
+                continue
+            op_id = self.tiers.begin(partial(self._end_lookup, client, lookup, unknown, answered is None))
+            if client.submit_lookup(op_id, unknown, before=() if answered is None else None):
                 lookup.pending[client] = op_id
             else:
                 self.tiers.withdraw(op_id)
-                known.update(dict.fromkeys(unknown, False))
+                lookup.loose[client].update(dict.fromkeys(unknown, False))
+        return lookup
+
+    def _skip(self, client: TierClient, lookup: TierLookup, reason: MissReason) -> None:
+        """Do not ask a tier, but probe it, if that is due."""
+        lookup.silent[client] = reason
+        self.tiers.metrics.add("skipped_lookups", label=client.name)
+        client.probe(lookup.keys, self.tiers.clock(), before=())
 
     def _end_lookup(
         self,
@@ -130,7 +132,7 @@ class Prefetcher:
             lookup.silent[client] = MissReason.TIER_DOWN
 
     def answers(self, lookup: TierLookup | None, now: float, unknown: bool = False) -> list[Has]:
-        """What each tier can supply, in the user's order, of a shared one what `lookup` has found. Reads memory only.
+        """Answers of each tier, in the user's order; those of a shared one are in `lookup`. Reads memory only.
 
         `unknown`: the answer for loose blocks of which a shared tier was not asked.
         """
@@ -188,7 +190,7 @@ class Prefetcher:
         )
 
     def note_declined(self, keys: Sequence[BlockKey], lacking: Lacking) -> None:
-        """The engine computes what is `lacking` of `keys`, as that is sooner than to read it.
+        """The engine computes the blocks `lacking` of `keys`, as that is sooner than to read them.
 
         The tiers that would be read are probed, if that is due.
         """
@@ -272,11 +274,11 @@ class Prefetcher:
         self.tiers.count_read(client, sum(done.each), sum(compress(op.sizes, done.each)))
 
     def _may_yield(self, plan: PactPlan) -> bool:
-        """Whether the end of a plan for which blocks are read leaves room: all have arrived."""
+        """True if the end of a plan for which blocks are read leaves room: all have arrived."""
         return not any(self.is_arriving(pin.key) for pin in plan.leases)
 
     def is_arriving(self, key: BlockKey) -> bool:
-        """Whether `key` is being read from a tier."""
+        """True if `key` is being read from a tier."""
         return bool(self._filling) and key in self.index and self.index.slot(key) in self._filling
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""How a prepare is answered: from finding a request's blocks, through reads from the tiers, to the promise.
+"""Answers of prepares: from finding a request's blocks, through reads from the tiers, to the promise.
 
 `finder.py` says where blocks are, `lookup.py` decides; this module puts the two together and carries the answer out. A
 request's state is in its `RequestState`, its plan in the ledger. Touches memory only and waits for nothing.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 from kvpact.cache.finder import Finder
 from kvpact.cache.jobs import PactLedger, PactPlan, TransferJobs
@@ -21,9 +20,10 @@ from kvpact.cache.needs.match import Needs
 from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Lacking, Prefetcher
 from kvpact.cache.request import RequestState
+from kvpact.cache.staging import Probe, Staging
 from kvpact.cache.tier_set import TierSet
-from kvpact.cache.totals import NO_SOURCES, Sources
-from kvpact.cache.waiting import Claim, Facts, Queue, Reply, WaitEvent
+from kvpact.cache.totals import Sources
+from kvpact.cache.waiting import Facts, Queue, Reply, WaitEvent
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch
 from kvpact.identity.keys import BlockKey
@@ -44,18 +44,6 @@ preempted, loads again and keeps the other from running, for ever (P11).
 """
 
 
-class _Probe(NamedTuple):
-    """A prepare at `now` of a request's blocks, from block `start` on."""
-
-    request_id: str
-    state: RequestState
-    needs: Needs
-    start: int
-    plan: PactPlan | None
-    """The request's plan, if blocks are being read for it."""
-    now: float
-
-
 @dataclass(eq=False)
 class Planner:
     """Answers prepares of requests, and opens and stages their plans."""
@@ -68,22 +56,27 @@ class Planner:
     load_budget: LoadBudget
     queue: Queue
     reads: Prefetcher = field(init=False)
+    staging: Staging = field(init=False)
     memory: Memory = field(init=False)
     index: BlockIndex = field(init=False)
     tiers: TierSet = field(init=False)
 
     def __post_init__(self) -> None:
         self.reads = self.finder.reads
-        self.memory, self.index = self.reads.memory, self.reads.index
+        self.memory = self.reads.memory
+        self.index = self.reads.index
         self.tiers = self.reads.tiers
+        self.staging = Staging(self.config, self.ledger, self.groups, self.finder, self.queue)
 
     # Prepare
 
     def still_waits(self, request_id: str, state: RequestState | None, computed_tokens: int) -> bool:
-        """Whether a request was told "ask again later" and nothing has changed; if so, its plan is renewed."""
+        """True if a request was told "ask again later" and nothing has changed; if so, its plan is renewed."""
         if state is None or (facts := state.waiting.facts) is None or facts.computed_tokens != computed_tokens:
             return False
-        plan, now, behind = self.ledger.find(request_id), self.tiers.clock(), False
+        plan = self.ledger.find(request_id)
+        now = self.tiers.clock()
+        behind = False
         if plan is not facts.plan or now >= self._deadline(state):
             return False
         if state.waiting.reply is Reply.NO_ROOM:
@@ -98,7 +91,7 @@ class Planner:
         return True
 
     def may_wait(self, state: RequestState | None) -> bool:
-        """Whether the request's deadline runs."""
+        """True if the request's deadline runs."""
         return state is not None and state.waiting.until is not None and self.tiers.clock() < self._deadline(state)
 
     def begin_waiting(self, state: RequestState) -> None:
@@ -117,7 +110,8 @@ class Planner:
         if isinstance(answer, ExternalKVMatch):
             waiting.note(WaitEvent.ANSWERED)
             return answer
-        plan, until = self.ledger.find(request.request_id), self.tiers.clock() + self.config.prepare_deadline
+        plan = self.ledger.find(request.request_id)
+        until = self.tiers.clock() + self.config.prepare_deadline
         facts = Facts(computed_tokens, self.tiers.completions, plan, self.index.available_slots)
         if answer.put_off:
             waiting.note(WaitEvent.PUT_OFF, until)
@@ -140,14 +134,16 @@ class Planner:
             self._miss(request.request_id, state, start, Miss(reason, ends=EndReason.DEADLINE))
 
     def _prepare(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> ExternalKVMatch | Wait:
-        name, start = request.request_id, computed_tokens // self.groups.block_size
+        name = request.request_id
+        start = computed_tokens // self.groups.block_size
         loadable = self.loadable_blocks(request)
         if 0 < loadable <= start:
             return self._spare(name, state, start)
         refused = self._why_not(request, state, computed_tokens)
         if refused is not None:
             return self._miss(name, state, start, Miss(refused))
-        plan, now = self.ledger.find(name), self.tiers.clock()
+        plan = self.ledger.find(name)
+        now = self.tiers.clock()
         if plan is not None and plan.state is PlanState.LOADING:
             return NO_MATCH  # preempted before the workers reported: they may still write its blocks
         if plan is not None and plan.postponed is not None and self.memory.lost_any(plan.slots):
@@ -166,7 +162,7 @@ class Planner:
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(self._why_so_few(state, start, len(keys), loadable)))
         needs = Needs(self.groups, keys, start, state.loose_keys)
-        return self._look_up(_Probe(name, state, needs, start, plan, now))
+        return self._look_up(Probe(name, state, needs, start, plan, now))
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:
         """Why nothing is looked up for a request, be it early, in a prepare or when its step begins; None if it is."""
@@ -182,10 +178,13 @@ class Planner:
             return MissReason.CROWDED
         return MissReason.OVERDUE if self.jobs.given_up else None
 
-    def _look_up(self, probe: _Probe) -> ExternalKVMatch | Wait:
+    def _look_up(self, probe: Probe) -> ExternalKVMatch | Wait:
         """Collect the facts once, decide, and carry that out."""
-        state, plan, record = probe.state, probe.plan, probe.state.record
-        completions, asked = self.tiers.completions, state.tier_lookup
+        state = probe.state
+        plan = probe.plan
+        record = probe.state.record
+        completions = self.tiers.completions
+        asked = state.tier_lookup
         deadline = self._deadline(state)
         if plan is not None or (asked is not None and not asked.done and probe.now < deadline):
             self.tiers.poll()
@@ -196,11 +195,14 @@ class Planner:
         if plan is None and self.tiers.shared and probe.now < deadline and self.finder.asks_shared:
             self.finder.ask(state, needs, available)
         if plan is not None:
-            phase, end, has_news = Phase.READING, plan.blocks.end, self.tiers.completions > completions
+            phase = Phase.READING
+            end = plan.blocks.end
+            has_news = self.tiers.completions > completions
         else:
             asked = state.tier_lookup
             phase = Phase.FREE if asked is None or asked.done else Phase.ASKING
-            end, has_news = len(needs.keys), state.lookups.start < 0 and asked is not None
+            end = len(needs.keys)
+            has_news = state.lookups.start < 0 and asked is not None
         lacking = silent = None
         if available.by_tier and available.stored > available.resident:
             missing = needs.missing(available.stored, self.memory.has)
@@ -216,9 +218,9 @@ class Planner:
                 self.ledger.end(probe.request_id, EndReason.SUPERSEDED)
             return decision
         if isinstance(decision, Stage):
-            if lacking is not None and self._stage(probe, lacking, available):
+            if lacking is not None and self.staging.begin(probe, lacking, available):
                 return Wait()
-            if lacking is not None and self._waits_for_room(probe, lacking, available):
+            if lacking is not None and self.staging.waits_for_room(probe, lacking, available):
                 return Wait(no_room=True)
             decision = decision.otherwise
             if isinstance(decision, Miss):
@@ -245,7 +247,9 @@ class Planner:
         if state.keys is None:
             return ()
         names = state.keys
-        piece, made, deadline = max(1, KEY_PIECE_TOKENS // self.groups.block_size), False, self._deadline(state)
+        piece = max(1, KEY_PIECE_TOKENS // self.groups.block_size)
+        made = False
+        deadline = self._deadline(state)
         while (known := len(names.keys)) < end and not names.ended:
             if known > start and not self.finder.may_go_on(names.keys):
                 break
@@ -263,8 +267,9 @@ class Planner:
         return rows - rows % self.groups.match_rows
 
     def _deadline(self, state: RequestState) -> float:
-        """Time until which a request may wait for tiers."""
-        waiting, patience = state.waiting, self.config.prepare_deadline
+        """End of the time in which a request may wait for tiers."""
+        waiting = state.waiting
+        patience = self.config.prepare_deadline
         if patience <= 0 or waiting.until is None:
             return inf if patience > 0 else -inf
         return self.queue.deadline(waiting.until, waiting.ahead, self.finder.prefill, patience)
@@ -292,7 +297,7 @@ class Planner:
 
     def _limits(
         self,
-        probe: _Probe,
+        probe: Probe,
         available: Availability,
         lacking: Lacking | None,
         silent: MissReason | None,
@@ -300,7 +305,9 @@ class Planner:
         has_news: bool,
     ) -> Limits:
         """The limits of a prepare; `silent`: why a tier says nothing; `has_news`: tiers have answered something."""
-        state, first, faster = probe.state, max(available.resident, probe.start), False
+        state = probe.state
+        first = max(available.resident, probe.start)
+        faster = False
         if lacking is not None and self.config.recompute_if_faster and available.stored > first:
             faster = self.finder.computes_faster(available.stored - first, lacking.seconds)
         enough = available.resident - probe.start >= self.config.min_match_blocks
@@ -323,7 +330,7 @@ class Planner:
             return MissReason.UNKNOWN_IDENTITY
         return MissReason.DEADLINE if self.tiers.clock() >= self._deadline(state) else self.finder.why_unknown()
 
-    def _why_not_found(self, probe: _Probe, available: Availability, silent: MissReason | None) -> MissReason:
+    def _why_not_found(self, probe: Probe, available: Availability, silent: MissReason | None) -> MissReason:
         """Why memory has too few for a match: they are not stored only if every place was asked and has no more."""
         found = max(available.resident, available.stored)
         if probe.state.waiting.ahead is not None:
@@ -343,8 +350,8 @@ class Planner:
             return MissReason.DEADLINE
         return MissReason.TOO_SHORT if found > probe.start else MissReason.NOT_STORED
 
-    def _why_not_staged(self, probe: _Probe, available: Availability) -> MissReason:
-        """Why what tiers have of a request's blocks was not read."""
+    def _why_not_staged(self, probe: Probe, available: Availability) -> MissReason:
+        """Reason why blocks in the tiers were not read for a request."""
         if self.reads.is_overdue(max(probe.start, available.resident), available.by_tier):
             return MissReason.TIER_DOWN
         reason = self.finder.why_unknown()
@@ -352,85 +359,27 @@ class Planner:
 
     # What was decided
 
-    def _claim(self, probe: _Probe, lacking: Lacking, available: Availability, reach: int) -> Claim:
-        """What a request waits for that `lacking` is read for; rows before `reach` have room."""
-        end, first = lacking.missing.end, max(probe.start, available.resident)
-        return Claim(end - first, lacking.seconds or 0.0, end - max(first, reach))
-
-    def _stage(self, probe: _Probe, lacking: Lacking, available: Availability) -> bool:
-        """Read what is lacking into memory, under a plan that promises nothing yet; whether there is room."""
-        reach = self._fetch(probe, lacking, available)
-        if reach <= max(probe.start, available.resident):
-            return False
-        state = probe.state
-        state.waiting.claim = self._claim(probe, lacking, available, reach)
-        if state.waiting.ahead is not None:
-            self.queue.moved_at = probe.now
-        held = self.index.held_prefix(probe.needs.keys, reach)
-        if not any(map(self.reads.is_arriving, [*probe.needs.keys[held : min(held + 1, reach)], *state.staged])):
-            return False
-        earlier = probe.plan.sources if probe.plan is not None else NO_SOURCES
-        plan = self._open(probe, BlockRange(probe.start, reach - probe.start), promised=False)
-        plan.sources = Sources(self.reads.rows_found(available.by_tier, lacking.missing.first, earlier.rows))
-        return True
-
-    def _waits_for_room(self, probe: _Probe, lacking: Lacking, available: Availability) -> bool:
-        """Whether the request waits until others leave room for what it lacks; if none has any, none comes."""
-        first, held = max(probe.start, available.resident), 0 if probe.plan is None else len(probe.plan.leases)
-        if self.index.pinned_count <= held or self.reads.is_overdue(first, available.by_tier):
-            return False
-        reach = min(lacking.missing.end, self.index.known_prefix(probe.needs.keys))
-        claim = self._claim(probe, lacking, available, reach)
-        prefill = self.finder.prefill if self.config.recompute_if_faster else None
-        if not self.queue.wait(probe.state.waiting, claim, first - probe.start, prefill):
-            return False
-        if probe.plan is None:
-            self.ledger.end(probe.request_id, EndReason.SUPERSEDED)
-        return True
-
-    def _fetch(self, probe: _Probe, lacking: Lacking, available: Availability) -> int:
-        """Begin to read what a match, or a shorter one, lacks of all groups; returns up to which block all of it is
-        there or on its way, 0 if that is none.
-
-        Room is not made from what memory has of this match, nor from what it has of the shorter one that is promised if
-        there is no room.
-        """
-        state, needs, missing, by_tier = probe.state, probe.needs, lacking.missing, lacking.by_tier
-        present = [key for key in needs.loose_keys(missing.end, available.resident) if key in self.index]
-        pins = self.index.pin_each(present)
-        try:
-            reach = self.memory.know(needs.keys[: missing.end])
-            reach += self.reads.fetch(needs.linked(reach, missing.end), by_tier, self.queue.room_to_read)
-            if reach < missing.end:
-                reach = self.groups.part_of_match(reach)
-                missing = needs.missing(reach, self.memory.has)
-            if not reach:
-                return 0
-            pins.append(self.index.pin(needs.keys[reach - 1]))
-            for run in missing.loose:
-                rest = run.unknown(0, self.index.__contains__)
-                is_read = not self.queue.lacks and self.reads.fetch(rest, by_tier, self.queue.room_to_read)
-                if is_read < len(rest.keys):
-                    return 0
-        finally:
-            for pin in pins:
-                self.index.unpin(pin)
-        earlier = state.staged if probe.plan is not None else {}
-        state.staged = {**earlier, **self.reads.tiers_of(missing.loose, by_tier)}
-        return reach
-
-    def _let_tiers_go(self, probe: _Probe) -> None:
+    def _let_tiers_go(self, probe: Probe) -> None:
         """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""
         if probe.plan is not None:
             probe.state.waiting.note(WaitEvent.OVER, probe.now)
         if probe.state.tier_lookup is not None:
             probe.state.tier_lookup.give_up(late=True)
 
-    def _promise(self, probe: _Probe, blocks: BlockRange) -> PactPlan:
+    def _promise(self, probe: Probe, blocks: BlockRange) -> PactPlan:
         """Promise blocks that memory holds, under the plan that they were read for if that covers them."""
         plan = read = probe.plan
         if plan is None or blocks.end > plan.blocks.end:
-            plan = self._open(probe, blocks, promised=True)
+            runs = probe.needs.runs(blocks.start + blocks.count)
+            plan = self.ledger.open_plan(
+                probe.request_id,
+                blocks,
+                block_size=self.groups.block_size,
+                slots=runs,
+                now=probe.now,
+                leases=self.memory.lease(runs),
+                promised_tokens=blocks.count * self.groups.block_size,
+            )
         else:
             plan.slots = probe.needs.runs(blocks.end)
             leases = self.memory.lease(plan.slots)
@@ -442,28 +391,8 @@ class Planner:
         probe.state.lookups.note(blocks.start, True, None, self.tiers.metrics, probe.state.record)
         return plan
 
-    def _open(self, probe: _Probe, blocks: BlockRange, *, promised: bool) -> PactPlan:
-        state, keys, now = probe.state, probe.needs.keys, probe.now
-        end = blocks.start + blocks.count
-        if not promised:
-            state.lookups.note(blocks.start, None, None, self.tiers.metrics, state.record)
-        if promised:
-            slots = probe.needs.runs(end)
-            leases = self.memory.lease(slots)
-        else:
-            slots, leases = [], [self.index.lease(keys[end - 1], 0)[0]]
-        return self.ledger.open_plan(
-            probe.request_id,
-            blocks,
-            block_size=self.groups.block_size,
-            slots=slots,
-            now=now,
-            leases=leases,
-            promised_tokens=blocks.count * self.groups.block_size if promised else 0,
-        )
-
     def _match(self, plan: PactPlan) -> ExternalKVMatch:
-        """What a plan promises now. How it is loaded depends on what the running step waits for already."""
+        """Match of a plan as it is promised now. Its way depends on the loads for which the step waits already."""
         waits = self.load_budget.hold(plan.request_id, self.groups.count(plan.slots))
         return ExternalKVMatch(plan.promised_tokens, not waits, plan)
 
@@ -480,5 +409,5 @@ class Planner:
 
 
 def _usable_blocks(loadable: int, state: RequestState) -> int:
-    """How many of a request's loadable blocks may be promised, if they all have keys."""
+    """Number of a request's loadable blocks that may be promised, if they all have keys."""
     return loadable if state.invalid_from is None else min(loadable, state.invalid_from)

@@ -33,13 +33,13 @@ class PutOff:
     jobs: TransferJobs = field(init=False)
     piece_blocks: int = PIECE_BLOCKS
     _left: int = field(default=PIECE_BLOCKS, init=False)
-    """Rows of which the running step may still order saves."""
+    """Number of rows that the running step may still save."""
 
     def __post_init__(self) -> None:
         self.jobs = self.saves.jobs
 
     def rows_left(self, first: int, full: int, computed: Computed) -> int:
-        """How many of a request's rows [first, full) later steps save; those that are stored do not count."""
+        """Number of a request's rows [first, full) that later steps save; those that are stored do not count."""
         if full - first <= self._left and not self.jobs.put_off:
             self._left -= full - first
             return 0
@@ -84,7 +84,8 @@ class PutOff:
     def _order_piece(self, waiting: PutOffSave, now: float) -> None:
         """Order the next piece; if it cannot be saved as a whole, drop what is left."""
         piece = waiting.pieces.popleft()
-        saved, end = 0, piece.start
+        saved = 0
+        end = piece.start
         self._left -= piece.end - piece.start
         try:
             if waiting.trusted and piece.start < waiting.garbage_from:
@@ -99,13 +100,13 @@ class PutOff:
                 self._drop(waiting.pieces.popleft())
 
     def _let_go(self, piece: Computed, ids: Sequence[int]) -> None:
-        """Release what is attached to a piece's rows, of which each save holds its own, and these blocks of rows."""
+        """Release blocks attached to a piece's rows, as each save holds its own, and these blocks of rows."""
         assert self.saves.context is not None
         for held in filter(None, (piece.loose_ids, ids[::-1])):
             self.saves.context.free_blocks(held)
 
     def give_up(self) -> None:
-        """Save nothing of what is put off, and release the engine's blocks."""
+        """Drop all saves that are put off, and release the engine's blocks."""
         while self.jobs.put_off:
             for piece in self.jobs.put_off.popleft().pieces:
                 self._drop(piece)
@@ -115,11 +116,11 @@ class PutOff:
         self._let_go(piece, piece.ids)
 
     def _count_dropped(self, piece: Computed, start: int) -> None:
-        """Count what will not be saved of a piece: its rows from `start` on, and what is attached to them."""
+        """Count the blocks of a piece that are not saved: its rows from `start` on, and what is attached to them."""
         attached = self.saves.groups.attached_to(piece.loose, start, piece.end)
         self.saves.tiers.metrics.add("dropped_blocks", len(piece.ids[start - piece.start :]) + len(attached))
 
     def check(self) -> None:
-        """Verify what is put off; raises PactViolation."""
+        """Verify the saves that are put off; raises PactViolation."""
         if not all(waiting.pieces for waiting in self.jobs.put_off):
             raise PactViolation("a save without blocks is put off")

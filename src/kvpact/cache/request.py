@@ -104,10 +104,6 @@ class RequestState:
         """Note that its first `rows` rows need not be offered for saving again."""
         self.offloaded_blocks = rows
 
-    def note_quiet(self, until: int) -> None:
-        """While it has fewer than `until` tokens, another one changes nothing but their number."""
-        self.quiet_until = until
-
     def retag(self, tag: Tag) -> None:
         """Tag the blocks that it fills from now on; those it has filled have another tag."""
         self.tag = tag
@@ -117,21 +113,34 @@ class RequestState:
         """The tiers are asked for it, once."""
         self.tier_lookup = lookup
 
-    def advance(self, computed_tokens: int) -> None:
-        """After this step the engine has `computed_tokens` of the request."""
-        self.computed = computed_tokens
-        self.quiet_until = 0
-        if computed_tokens > self.max_computed:
-            self.max_computed = computed_tokens
-            self.loads_without_progress = 0
+    def advance(self, computed: int, num_tokens: int, block_size: int, quiet_until: int) -> tuple[Tag, range]:
+        """After this step the engine has the first `computed` of the request's tokens, and `sound` is known.
 
-    def tag_of_filled(self, before: int, computed: int, block_size: int) -> Tag:
-        """The step computes tokens [before, computed), after `sound` is known: the tag of the blocks that it fills.
-
-        The rows that it fills are sound, if they have one. What is computed on top of a block of other weights or
-        another adapter, or into one that they began, has none.
+        Returns the tag of the blocks that the step fills, and the rows that are to be offered for saving, each once. If
+        all full ones were, the request is quiet until it has so many tokens as `quiet_until`.
         """
-        begun, in_block = divmod(before, block_size)
+        full = computed // block_size
+        named = min(full, self.keys.count(num_tokens)) if self.keys is not None else 0
+        tag = self._tag_of_filled(computed, block_size)
+        rows = range(self.offloaded_blocks, named)
+        if rows:
+            self.offloaded_blocks = named
+        self.computed = computed
+        if computed > self.max_computed:
+            self.max_computed = computed
+            self.loads_without_progress = 0
+        is_quiet = computed == self.max_computed and not self.loads_without_progress
+        is_offered = self.keys is not None and self.offloaded_blocks >= full
+        self.quiet_until = quiet_until if is_quiet and is_offered else 0
+        return tag, rows
+
+    def _tag_of_filled(self, computed: int, block_size: int) -> Tag:
+        """The tag of the blocks that a step fills with the tokens up to `computed`.
+
+        The rows that it fills are sound, if they have one. Blocks that are computed on top of a block of other weights
+        or another adapter, or into one that they began, have none.
+        """
+        begun, in_block = divmod(self.computed, block_size)
         sound = self.sound >= begun and (not in_block or self.tail_tag == self.tag)
         if not in_block or computed // block_size > begun:
             self.tail_tag = self.tag

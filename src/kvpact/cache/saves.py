@@ -45,7 +45,8 @@ class Saves:
 
     def bind(self, context: BlockHolder, lazy: LazyOffload | None) -> None:
         """Hold blocks through `context` while they are copied; a memo `lazy` says when to save them."""
-        self.context, self.lazy = context, lazy
+        self.context = context
+        self.lazy = lazy
 
     def save(self, computed: Computed, known: dict[tuple[int, int], BlockKey], now: float) -> tuple[int, int]:
         """Save computed rows, and what is attached to them, as far as memory has not got them; with lazy saving note
@@ -58,8 +59,12 @@ class Saves:
             | is held  | is saved now  | blocks of another | cannot be      |
             | already  |               | tag, not stored   | named          |
         """
-        lazy, groups, start = self.lazy, self.groups, computed.start
-        keys = computed.names.extend(computed.token_ids, computed.end)
+        lazy = self.lazy
+        groups = self.groups
+        start = computed.start
+        keys = computed.names.keys
+        if len(keys) < computed.end:
+            keys = computed.names.extend(computed.token_ids, computed.end)
         named = min(computed.end, len(keys))
         held = min(named, self.memory.index.known_prefix(keys, min(start, len(keys) - 1)))
         if held and (held == named or lazy is not None):
@@ -93,12 +98,14 @@ class Saves:
 
     def order(self, owed: Owed, now: float) -> int:
         """Order a save of as many blocks as there is room for, and drop those after them; returns their number."""
-        wanted, metrics = len(owed.run.keys), self.tiers.metrics
-        taken = self.memory.take(owed.run, self.queue.room_to_save)
+        wanted = len(owed.run.keys)
+        metrics = self.tiers.metrics
+        taken = self.memory.take(owed.run, self.queue.room_to_save if self.queue.lacks else None)
         if taken is None:
             metrics.add("dropped_blocks", wanted)
             return 0
-        slots, evicted = taken.reservation.slots, taken.reservation.evicted
+        slots = taken.reservation.slots
+        evicted = taken.reservation.evicted
         if len(slots) < wanted:
             metrics.add("dropped_blocks", wanted - len(slots))
             owed = owed.part(len(slots))
@@ -106,8 +113,7 @@ class Saves:
             metrics.add("evicted_blocks", evicted, MEMORY)
         owed.run.slots = slots
         if self.context is not None and not owed.is_held:
-            for part in filter(None, owed.in_turn):
-                self.context.touch(part)
+            self.context.touch(owed.run.block_ids)
         self.jobs.order_save(owed, taken.pin, now)
         return len(slots)
 

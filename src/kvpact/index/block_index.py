@@ -371,11 +371,14 @@ class BlockIndex:
         block that nothing held before, so O(1) on a chain that is pinned already. Raises PactViolation if the key is
         unknown.
         """
-        row = self.slot(key)
-        self._pins[row] += 1
+        return self.pin_at(key, self.slot(key))
+
+    def pin_at(self, key: BlockKey, slot: int) -> Pin:
+        """Keep the block `key`, which is known to be in `slot`, as `pin` does."""
+        self._pins[slot] += 1
         self._pinned += 1
-        self._table.hold(row)
-        return Pin(key, row)
+        self._table.hold(slot)
+        return Pin(key, slot)
 
     def lease(self, key: BlockKey, count: int) -> tuple[Pin, Sequence[int]]:
         """Pin `key`, count its use, and return the pin with the slots of the last `count` blocks up to it."""

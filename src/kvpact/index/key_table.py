@@ -181,6 +181,14 @@ class KeyTable:
         keys: list[BlockKey] = self._records[rows].tolist()
         return keys
 
+    def add_each(self, keys: Sequence[BlockKey], rows: Sequence[int], at: slice | RowArray) -> None:
+        """Give unknown keys, no two of them the same, to `rows` without one, which `at` selects."""
+        if len(rows) < FEW:
+            for key, row in zip(keys, rows, strict=True):
+                self.add(key, row)
+        else:
+            self.add_names(self.names(keys), at)
+
     def add_names(self, names: Names, rows: slice | RowArray) -> None:
         """Give unknown keys, no two of them the same, to rows without one."""
         self._words[rows] = names

@@ -74,13 +74,14 @@ class Links:
             self.previous[following] = row
         first[parent] = row
 
-    def add_chain(self, rows: Sequence[int], at: slice | RowArray, parent: int) -> None:
-        """Link unused `rows`, which `at` selects, one after the other, the first one after `parent`."""
+    def add_chain(self, rows: Sequence[int], parent: int) -> slice | RowArray:
+        """Link unused `rows`, one after the other, the first one after `parent`; returns their `selection`."""
+        at = selection(rows)
         if len(rows) < FEW:
             for row in rows:
                 self.add(row, parent, is_side=False)
                 parent = row
-            return
+            return at
         self.is_side_each[at] = 0
         for links in (self.first_side_each, self.previous_each, self.next_each):
             links[at] = NONE
@@ -102,6 +103,7 @@ class Links:
         if following != NONE:
             self.previous[following] = first
         self.first_child[parent] = first
+        return at
 
     def cut(self, row: int) -> bool:
         """Remove `row` from its parent's children; returns whether the parent's chain ends with the parent now."""

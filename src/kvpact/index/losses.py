@@ -61,14 +61,18 @@ class Losses:
 
     def take(self, count: int, slot_class: int, needed: int) -> Reservation | None:
         """Take so many slots of a class, all or none; nothing of the chain up to the row `needed` is evicted."""
-        self._table.hold(needed)
+        table = self._table
+        is_free = count <= len(table.space.free[slot_class])
+        if not is_free:
+            table.hold(needed)
         try:
             evicted = self.make_room(count, slot_class)
         finally:
-            self._table.release(needed)
+            if not is_free:
+                table.release(needed)
         if evicted is None:
             return None
-        slots = self._table.space.take(count, slot_class)
+        slots = table.space.take(count, slot_class)
         return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
 
     def make_room(self, slots: int, slot_class: int) -> int | None:

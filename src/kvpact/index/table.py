@@ -167,13 +167,8 @@ class Table:
 
         `depth` blocks of the chain come before them, and `left` after them.
         """
-        at = selection(rows)
-        if len(rows) < FEW:
-            for key, row in zip(keys, rows, strict=True):
-                self.keys.add(key, row)
-        else:
-            self.keys.add_names(self.keys.names(keys), at)
-        self.links.add_chain(rows, at, parent)
+        at = self.links.add_chain(rows, parent)
+        self.keys.add_each(keys, rows, at)
         self.state_each[at] = RESERVED
         self.holds_each[at] = 2  # of its writer, and of the row after it
         self.holds[rows[-1]] = 1

@@ -107,7 +107,8 @@ class Attached:
         chain_of: Callable[[BlockKey], Sequence[BlockKey]],
     ) -> list[Owed]:
         """Runs of at most `room` blocks attached to rows that wait; each is offered once."""
-        found, left = list[int](), room
+        found = list[int]()
+        left = room
         for row in [*islice(self.waiting, max(0, room))]:
             if left <= 0:
                 break
@@ -138,13 +139,15 @@ class Attached:
         chain_of: Callable[[BlockKey], Sequence[BlockKey]],
     ) -> list[Owed]:
         """Return blocks as runs, each of one chain and one group; those whose chains take too long to read wait."""
-        groups, walked = self.groups.groups, 0
+        groups = self.groups.groups
+        walked = 0
         chains: list[Sequence[BlockKey]] = []
         parts: dict[tuple[int, int], dict[int, int]] = {}
         contents = {block_id: self.contents[block_id] for block_id in found}
         rows = {block_id: groups.row_of(content.group, content.block) for block_id, content in contents.items()}
         for block_id in sorted(rows, key=rows.__getitem__, reverse=True):
-            content, row = contents[block_id], rows[block_id]
+            content = contents[block_id]
+            row = rows[block_id]
             at = next((n for n, keys in enumerate(chains) if len(keys) > row and keys[row] == content.parent), None)
             if at is None:
                 if walked > CHAIN_KEYS_PER_STEP:
@@ -158,7 +161,8 @@ class Attached:
         for (at, number), blocks in parts.items():
             for start, end in runs_of(sorted(blocks)):
                 named = {block: (contents[blocks[block]].key, blocks[block]) for block in range(start, end)}
-                run, owner = self.groups.loose_run(number, named, chains[at]), contents[blocks[end - 1]].request_id
+                run = self.groups.loose_run(number, named, chains[at])
+                owner = contents[blocks[end - 1]].request_id
                 runs.append(Owed(owner, run, frozenset(run.block_ids).intersection(leaving)))
         return runs
 

@@ -46,7 +46,7 @@ class EngineGroups:
     class_bytes: Sequence[int] = (1,)
     """Per class the bytes of a slot."""
     shows_all: bool = field(init=False)
-    """Whether the engine shows the blocks of every group."""
+    """True if the engine shows the blocks of every group."""
     block_size: int = field(init=False)
     """Tokens of a row."""
     alignment: int = field(init=False)
@@ -60,7 +60,7 @@ class EngineGroups:
     row_bytes: int = field(init=False)
     """Bytes of a row; 0 if rows have no bytes."""
     names_first: bool = field(init=False)
-    """Whether the engine's first table is the chain's."""
+    """True if the engine's first table is the chain's."""
     _context: SchedulerContext | None = field(default=None, init=False)
     _is_null: dict[int, bool] = field(default_factory=dict, init=False)
     """The engine's block -> whether it is a null block, which it stays. A pool bounds how many there are."""
@@ -106,12 +106,8 @@ class EngineGroups:
             return (block_ids(),)
         return self._context.get_block_ids(request_id)
 
-    def rows_of(self, tables: Tables) -> Sequence[int]:
-        """The engine's blocks of the chain's rows; none if these have no bytes."""
-        return tables[self.groups.chain] if self.groups.chain is not None else ()
-
     def is_null(self, block_id: int) -> bool:
-        """Whether the engine's table has no block there."""
+        """True if the engine's table has no block there."""
         null = self._is_null.get(block_id)
         if null is None:
             null = self._is_null[block_id] = self._context is not None and self._context.get_block(block_id).is_null
@@ -142,11 +138,22 @@ class EngineGroups:
         return Placed(found, blocks, self._beside(tables, rows) if self.groups.sides else ())
 
     def _beside(self, tables: Tables, rows: BlockRange) -> list[int]:
-        size, found = self.groups.block_size, list[int]()
+        size = self.groups.block_size
+        found = list[int]()
         for number in self.groups.sides:
             per_block = self.groups.groups[number].block_size
             found += self.not_null(tables[number][rows.start * size // per_block : -(-rows.end * size // per_block)])
         return found
+
+    def tables_of_step(
+        self, request_id: str, block_ids: Callable[[], Sequence[int]], before: int, computed: int
+    ) -> tuple[Tables | None, Sequence[int]]:
+        """The engine's blocks of a request, and those that tokens [before, computed) fill, as of `filled`; None and
+        none where these tokens end no block of any group."""
+        if before // self.smallest_block >= computed // self.smallest_block:
+            return None, ()
+        tables = self.tables(request_id, block_ids)
+        return tables, self.filled(tables, before, computed)
 
     def filled(self, tables: Tables, before: int, computed: int) -> list[int]:
         """The engine's blocks of all groups that tokens [before, computed) fill, with the blocks they end in."""
@@ -163,11 +170,13 @@ class EngineGroups:
 
         So many as `sound` are known to have it; before the windows at `loaded_rows` loose blocks hold nothing.
         """
-        groups, size = self.groups.groups, self.groups.block_size
+        groups = self.groups.groups
+        size = self.groups.block_size
         if self.groups.chain is not None:
             rows = tags.same_prefix(tables[self.groups.chain], min(sound, rows), tag, rows)
         for number in self.groups.sides:
-            group, table = groups[number], tables[number]
+            group = groups[number]
+            table = tables[number]
             first = max(sound * size // group.block_size, group.needed(loaded_rows * size).start)
             for block in range(first, min(rows * size // group.block_size, len(table))):
                 if not tags.has(table[block], tag) and not self.is_null(table[block]):
@@ -175,24 +184,27 @@ class EngineGroups:
                     break
         return rows
 
-    def attached(
+    def worth_saving(
         self, tables: Tables, rows: range, computed: int, known: int, branches: Sequence[int]
-    ) -> Sequence[tuple[int, int, int]]:
-        """Loose blocks that later requests may need, of those attached to these rows: group, block, engine's block.
+    ) -> tuple[Sequence[int], Sequence[tuple[int, int, int]]]:
+        """The engine's blocks of the chain's rows, none if these have no bytes; and the loose blocks that later
+        requests may need, of those attached to these `rows`: group, block, engine's block.
 
         Of the request's `known` tokens so many are `computed`; others may go on from it after `branches`.
         """
-        groups, found = self.groups, list[tuple[int, int, int]]()
+        groups = self.groups
+        found = list[tuple[int, int, int]]()
         computed = min(computed, known)
         for number in groups.sides:
-            size, table = groups.groups[number].block_size, tables[number]
+            size = groups.groups[number].block_size
+            table = tables[number]
             new = range(rows.start * groups.block_size // size, min(computed // size, len(table)))
             found += [
                 (number, block, table[block])
                 for block in groups.worth_saving(number, new, computed, known, branches)
                 if groups.row_of(number, block) < rows.stop and not self.is_null(table[block])
             ]
-        return found
+        return tables[groups.chain] if groups.chain is not None else (), found
 
     def attached_to(self, loose: Sequence[tuple[int, int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
         """Return those of loose blocks that are attached to rows [start, end)."""
@@ -200,7 +212,8 @@ class EngineGroups:
 
     def linked_run(self, computed: Computed, keys: Sequence[BlockKey], start: int, end: int) -> Run | None:
         """Rows [start, end) of what was computed, named `keys`; None if there are none, or they have no bytes."""
-        chain, ids = self.groups.chain, computed.ids[start - computed.first : end - computed.first]
+        chain = self.groups.chain
+        ids = computed.ids[start - computed.first : end - computed.first]
         if chain is None or start >= end:
             return None
         return Run(chain, start, keys[start:end], keys, range(start, end), self.chain_class, block_ids=tuple(ids))
@@ -233,7 +246,8 @@ class EngineGroups:
         """Blocks in a row of one group, each with its key and the engine's block."""
         keys, ids = zip(*blocks.values(), strict=True)
         rows = [self.groups.row_of(number, block) for block in blocks]
-        start, of_class = min(blocks), self.class_of(number)
+        start = min(blocks)
+        of_class = self.class_of(number)
         return Run(number, start, keys, chain, rows, of_class, is_linked=False, block_ids=ids)
 
     # Matches
@@ -251,7 +265,7 @@ class EngineGroups:
 
     @property
     def reads_all(self) -> bool:
-        """Whether any part of a match is one, because each group keeps all blocks of it."""
+        """True if any part of a match is one, because each group keeps all blocks of it."""
         return all(group.kind is GroupKind.FULL for group in self.groups.groups)
 
     def first_of(self, runs: Sequence[Run], num_tokens: int) -> list[Run]:
@@ -260,7 +274,7 @@ class EngineGroups:
         return [run.part(0, end) for run, end in zip(runs, ends, strict=True) if end > 0]
 
     def may_end_at(self, num_tokens: int) -> bool:
-        """Whether a match may be cut to end there: between two rows, and a state is of use at its block's end alone."""
+        """True if a match may be cut to end there: between two rows, and a state is of use at its block's end alone."""
         sizes = [group.block_size for group in self.groups.groups if group.kind is GroupKind.STATE]
         return not any(num_tokens % size for size in (self.groups.block_size, *sizes))
 

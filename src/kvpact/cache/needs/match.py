@@ -117,7 +117,8 @@ class Needs:
 
         Rows without bytes are available everywhere.
         """
-        keys, groups = self.keys, self.of.groups
+        keys = self.keys
+        groups = self.of.groups
         by_tier = tuple([tier.count(keys) for tier in tiers]) if tiers else ()
         held = self.in_a_row = memory.count(keys)
         if not groups.sides:
@@ -126,7 +127,8 @@ class Needs:
             held = self.in_a_row = len(keys)
             by_tier = tuple(len(keys) for _ in tiers)
         resident = self.longest(memory, held)
-        reach, stored = resident, max(held, *by_tier, 0)
+        reach = resident
+        stored = max(held, *by_tier, 0)
         if tiers and stored > resident:
             reach = self.longest(either(memory, *tiers), stored)
         if reach <= held:  # the tiers are needed for loose blocks alone

@@ -31,7 +31,8 @@ class Owed:
     @property
     def in_turn(self) -> tuple[Sequence[int], Sequence[int]]:
         """The engine's blocks that stay and those that leave, each with the last one first."""
-        turned, leaving = self.run.block_ids[::-1], self.leaving
+        turned = self.run.block_ids[::-1]
+        leaving = self.leaving
         if not leaving:
             return turned, ()
         return [each for each in turned if each not in leaving], [each for each in turned if each in leaving]
@@ -51,7 +52,7 @@ class Computed:
     token_ids: Sequence[int]
     """All of the request; `names` makes the keys of them."""
     tag: Tag
-    """With which the blocks were computed."""
+    """Tag of the blocks."""
     start: int
     end: int
     first: int

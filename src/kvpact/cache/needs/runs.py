@@ -82,7 +82,7 @@ class Run:
 
     @property
     def names(self) -> Sequence[BlockKey]:
-        """The keys by which a place is asked for it: a linked run's chain up to its end, or the blocks' own."""
+        """Keys in a question to a place: a linked run's chain up to its end, or the blocks' own."""
         return self.chain[: self.start + len(self.keys)] if self.is_linked else self.keys
 
     @property
@@ -135,7 +135,8 @@ class Run:
 
     def _picked(self, places: Sequence[int]) -> Run:
         """Return these of the loose blocks, without a common start."""
-        keys, rows = [self.keys[at] for at in places], [self.rows[at] for at in places]
+        keys = [self.keys[at] for at in places]
+        rows = [self.rows[at] for at in places]
         return Run(self.group, self.start, keys, self.chain, rows, self.slot_class, is_linked=False)
 
     def split(self, places: Sequence[Supply]) -> Iterator[tuple[int, Run]]:
@@ -151,7 +152,8 @@ class Run:
                     yield at, self._picked(sorted(there))
                     rest = [one for one in rest if one not in there]
             return
-        row, end = self.start, self.start + len(self.keys)
+        row = self.start
+        end = self.start + len(self.keys)
         while row < end:
             number = next((number for number, place in enumerate(places) if place.end > row), None)
             if number is None:
@@ -181,7 +183,7 @@ class Run:
         return min(room, most) if self.is_linked else len(self.keys) if room >= len(self.keys) else 0
 
     def lost_any(self, key_at: Callable[[int], BlockKey | None]) -> bool:
-        """Whether memory has dropped blocks since it gave them `slots`. A chain that loses any loses its last one."""
+        """True if memory has dropped blocks since it gave them `slots`. A chain that loses any loses its last one."""
         return any(key_at(slot) is None for slot in (self.slots[-1:] if self.is_linked else self.slots))
 
     # Reports
