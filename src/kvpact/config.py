@@ -60,7 +60,7 @@ def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
     names = [MEMORY, *(tier.options["name"] for tier in tiers if "name" in tier.options)]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f'two tiers have name="{name}"; give each a name of its own')
+            raise ValueError(f'name="{name}" is taken by another tier; give each a name of its own')
     return tiers
 
 

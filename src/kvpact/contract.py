@@ -323,8 +323,8 @@ class JobTally:
     def complete(self) -> bool:
         """True once all ranks have reported all blocks; a rank that reports nothing keeps the job open."""
         reports = self._outcomes.values()
-        count = len(self._blocks)
-        return len(reports) == self._ranks and {len(each.done) + len(each.failed) for each in reports} == {count}
+        whole = {it.done == self._blocks or len(it.done) + len(it.failed) == len(self._blocks) for it in reports}
+        return len(reports) == self._ranks and False not in whole
 
     def loaded(self) -> JobOutcome:
         """For a load: the failed blocks are the hull over ranks, the others arrived."""

@@ -101,8 +101,8 @@ def test_a_tier_is_called_by_its_name_or_its_kind_and_the_second_of_a_kind_by_a_
     [
         (["redis://a?name=Rack%20one"], 'name="Rack one": small letters, digits, "-" and "_" are needed'),
         (["redis://a?name="], "small letters"),
-        (["redis://a?name=memory"], 'name="memory" is another tier\'s'),
-        (["redis://a?name=one", "disk:///x?capacity=1GiB&name=one"], 'name="one" is another tier\'s'),
+        (["redis://a?name=memory"], 'name="memory" is taken by another tier'),
+        (["redis://a?name=one", "disk:///x?capacity=1GiB&name=one"], 'name="one" is taken by another tier'),
         (["redis://a?nam=x"], 'unknown option "nam"; did you mean "name"?'),
     ],
 )
