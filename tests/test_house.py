@@ -369,8 +369,6 @@ NEARLY_FULL_ROOMS = {
     "kvpact.cache.lazy_offload.LazyOffload",
     "kvpact.cache.ledger",
     "kvpact.cache.ledger.Ledger",
-    "kvpact.cache.offload",
-    "kvpact.cache.offload.Offloader",
     "kvpact.index.block_index.BlockIndex",
     "kvpact.index.table",
     "kvpact.index.table.Table",
