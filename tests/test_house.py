@@ -366,7 +366,6 @@ NEARLY_FULL = 0.8
 NEARLY_FULL_ROOMS = {
     "kvpact.cache.cache.PactCache",
     "kvpact.cache.lazy_offload",
-    "kvpact.cache.lazy_offload.LazyOffload",
     "kvpact.cache.ledger",
     "kvpact.cache.ledger.Ledger",
     "kvpact.index.block_index.BlockIndex",
@@ -565,7 +564,6 @@ def test_the_product_and_the_embedded_engine_have_no_parameter_for_tests() -> No
 
 HAVE_CHECK = {
     "kvpact.cache.cache.PactCache",
-    "kvpact.cache.lazy_offload.LazyOffload",
     "kvpact.cache.ledger.Ledger",
     "kvpact_testkit.engine.block_pool.BlockPool",
     "kvpact_testkit.engine.engine.Engine",
