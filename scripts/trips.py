@@ -421,18 +421,18 @@ def trips(blocks: int) -> dict[str, Trips]:
 # Limits
 
 LIMITS = {
-    "cache/ outside needs, three groups: functions": (10, 0),
-    "cache/ outside needs, three groups: lines": (149, 34),
+    "cache/ outside needs, three groups: functions": (0, 0),
+    "cache/ outside needs, three groups: lines": (34, 34),
     "index/, three groups: lines": (32, 32),
     "one group: lines": (7, 6),
-    "hit: stays": (83, 52),
-    "hit: calls": (85, 65),
+    "hit: stays": (55, 52),
+    "hit: calls": (65, 65),
     "save: stays": (61, 62),
     "save: calls": (53, 66),
-    "commit: stays": (57, 38),
-    "commit: calls": (46, 38),
-    "load's report: stays": (101, 60),
-    "load's report: calls": (103, 66),
+    "commit: stays": (38, 38),
+    "commit: calls": (38, 38),
+    "load's report: stays": (65, 60),
+    "load's report: calls": (66, 66),
 }
 """By figure: at most so many now, which may only fall, and the target of the issue on needs.
 

@@ -365,9 +365,7 @@ NEARLY_FULL = 0.8
 
 NEARLY_FULL_ROOMS = {
     "kvpact.cache.cache.PactCache",
-    "kvpact.cache.lazy_offload.LazyOffload",
     "kvpact.cache.ledger.Ledger",
-    "kvpact.cache.prepare.Planner",
     "kvpact.index.block_index.BlockIndex",
 }
 """Files and classes above that. May only shrink; the goal is none but `contract.py`, which is one to read."""
@@ -557,10 +555,7 @@ def test_the_product_and_the_embedded_engine_have_no_parameter_for_tests() -> No
 
 HAVE_CHECK = {
     "kvpact.cache.cache.PactCache",
-    "kvpact.cache.lazy_offload.LazyOffload",
-    "kvpact.cache.lazy_offload.LazyOffload",
     "kvpact.cache.ledger.Ledger",
-    "kvpact.cache.prepare.Planner",
     "kvpact_testkit.engine.block_pool.BlockPool",
     "kvpact_testkit.engine.engine.Engine",
     "kvpact_testkit.engine.reference.ReferenceCache",

@@ -45,6 +45,47 @@ CLIMB_PER_STEP: Final = 1024
 
 
 @dataclass(eq=False)
+class QueueCursor:
+    """The place in the engine's free queue up to which its blocks were read."""
+
+    context: SchedulerContext
+    block: int | None = field(default=None, init=False)
+    """The last block that was read and stayed; None at the head."""
+    passed: int = field(default=0, init=False)
+    """Blocks from the head of the queue to the cursor, both included."""
+
+    def look_ahead(self, window: int) -> tuple[list[KVCacheBlockView], bool]:
+        """The next blocks after the cursor within the window, and whether the queue ends with them."""
+        if self.passed >= window:
+            self.restart()
+        most = min(VIEWS_PER_STEP, window - self.passed)
+        try:
+            ahead = [*islice(self.context.iter_free_blocks(self.block), most)]
+        except PactViolation:  # the cursor left the queue: begin again at the head
+            self.restart()
+            ahead = [*islice(self.context.iter_free_blocks(), most)]
+        return ahead, len(ahead) < most
+
+    def advance(self, stay: Sequence[int], window: int, *, is_over: bool) -> None:
+        """The next step continues after the last of the blocks that stay in the queue, or at the head.
+
+        At the head if the pass `is_over`, or reached the end of the window. Where no block stays, the cursor does. A
+        cursor that left the queue and came back is at its end: the pass ends there, and the next one begins at the
+        head. Whatever happens to the queue costs at most one pass.
+        """
+        self.passed += len(stay)
+        if is_over or self.passed >= window:
+            self.restart()
+        elif stay:
+            self.block = stay[-1]
+
+    def restart(self) -> None:
+        """Begin again at the head."""
+        self.block = None
+        self.passed = 0
+
+
+@dataclass(eq=False)
 class LazyOffload:
     """The memo and the cursor of one engine. Watches `min_window` blocks or more."""
 
@@ -66,9 +107,7 @@ class LazyOffload:
     _held: int = field(default=0, init=False)
     """Blocks held until they are saved."""
     _peak_alloc_rate: float = field(default=0.0, init=False)
-    _cursor: int | None = field(default=None, init=False)
-    _passed: int = field(default=0, init=False)
-    """Blocks from the head of the queue to the cursor, both included."""
+    _cursor: QueueCursor = field(init=False)
     _resume_key: BlockKey | None = field(default=None, init=False)
     """Where the next step continues with a chain that was too long for one."""
     _resume_for: BlockKey = field(default=ROOT, init=False)
@@ -78,6 +117,7 @@ class LazyOffload:
 
     def __post_init__(self) -> None:
         self._attached = Attached(self.groups, self._entries, self._places, self.index)
+        self._cursor = QueueCursor(self.context)
 
     # What the engine computes
 
@@ -177,7 +217,7 @@ class LazyOffload:
         for kept in (self._entries, self._places, self._attached, self._unpublished):
             kept.clear()
         self._resume_key = None
-        self._restart()
+        self._cursor.restart()
 
     def _drop(self, block_id: int) -> None:
         entry = self._entries.pop(block_id, None)
@@ -199,9 +239,9 @@ class LazyOffload:
         if not self.dirty and self._resume_key is None:
             return
         window = max(self.min_window, int(WINDOW_STEPS * self._peak_alloc_rate))
-        ahead, at_end = self._look_ahead(max(0, window - self._held))
+        ahead, at_end = self._cursor.look_ahead(max(0, window - self._held))
         # The engine cannot take what is held: at least half of a short queue is left to it.
-        most = max(1, (self._passed + len(ahead)) // 2) if at_end else window
+        most = max(1, (self._cursor.passed + len(ahead)) // 2) if at_end else window
         room = min(SAVES_PER_STEP, most - self._held)
         leaving = {view.block_id: view.block_hash for view in ahead}
         taken: set[int] = set()
@@ -215,9 +255,9 @@ class LazyOffload:
             handled += goes_on
         yield from self._save_attached(until, leaving, taken)
         stay = [view.block_id for view in ahead[:handled] if view.block_id not in taken]
-        self._advance(stay, window, is_over=handled == len(ahead) and (at_end or not stay))
+        self._cursor.advance(stay, window - self._held, is_over=handled == len(ahead) and (at_end or not stay))
         waits = self._resume_key is not None or bool(self._attached.waiting)
-        self.dirty = bool(taken) or self._held >= until or self._cursor is not None or waits
+        self.dirty = bool(taken) or self._held >= until or self._cursor.block is not None or waits
 
     def _save_row(
         self, row: BlockKey, until: int, leaving: Mapping[int, bytes | None], taken: set[int]
@@ -316,35 +356,6 @@ class LazyOffload:
         """`blocks` blocks are released."""
         self._held -= blocks
         self.dirty = True
-
-    def _look_ahead(self, window: int) -> tuple[list[KVCacheBlockView], bool]:
-        """The next blocks after the cursor within the window, and whether the queue ends with them."""
-        if self._passed >= window:
-            self._restart()
-        most = min(VIEWS_PER_STEP, window - self._passed)
-        try:
-            ahead = [*islice(self.context.iter_free_blocks(self._cursor), most)]
-        except PactViolation:  # the cursor left the queue: begin again at the head
-            self._restart()
-            ahead = [*islice(self.context.iter_free_blocks(), most)]
-        return ahead, len(ahead) < most
-
-    def _advance(self, stay: Sequence[int], window: int, *, is_over: bool) -> None:
-        """The next step continues after the last of the blocks that stay in the queue, or at the head.
-
-        At the head if the pass `is_over`, or reached the end of the window. Where no block stays, the cursor does. A
-        cursor that left the queue and came back is at its end: the pass ends there, and the next one begins at the
-        head. Whatever happens to the queue costs at most one pass.
-        """
-        self._passed += len(stay)
-        if is_over or self._passed >= window - self._held:
-            self._restart()
-        elif stay:
-            self._cursor = stay[-1]
-
-    def _restart(self) -> None:
-        self._cursor = None
-        self._passed = 0
 
     def _chain_to(self, row: BlockKey, room: int, leaving: Mapping[int, bytes | None]) -> Owed | None:
         """The rows to save so that `row` will be stored: at most `room`, the first ones first.

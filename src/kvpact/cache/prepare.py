@@ -224,13 +224,13 @@ class Planner:
                 return Wait(no_room=True)
             decision = decision.otherwise
             if isinstance(decision, Miss):
-                decision = decision._replace(reason=self._why_not_staged(probe, available))
+                decision = decision._replace(reason=self.staging.why_not(probe, available))
         is_faster = lacking is not None and decision.reason is MissReason.RECOMPUTE_FASTER
         if lacking is not None and is_faster and state.lookups.start != probe.start:
             self.tiers.metrics.add("declined_blocks", lacking.missing.blocks_after(probe.start))
             self.reads.note_declined(probe.needs.keys, lacking)
         if decision.tiers_done:
-            self._let_tiers_go(probe)
+            self.staging.give_up(probe)
         if isinstance(decision, Miss):
             return self._miss(probe.request_id, state, probe.start, decision)
         return self._match(self._promise(probe, BlockRange(probe.start, decision.end - probe.start)))
@@ -350,21 +350,7 @@ class Planner:
             return MissReason.DEADLINE
         return MissReason.TOO_SHORT if found > probe.start else MissReason.NOT_STORED
 
-    def _why_not_staged(self, probe: Probe, available: Availability) -> MissReason:
-        """Reason why blocks in the tiers were not read for a request."""
-        if self.reads.is_overdue(max(probe.start, available.resident), available.by_tier):
-            return MissReason.TIER_DOWN
-        reason = self.finder.why_unknown()
-        return reason if reason is MissReason.TIER_DOWN else MissReason.NO_ROOM
-
     # What was decided
-
-    def _let_tiers_go(self, probe: Probe) -> None:
-        """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""
-        if probe.plan is not None:
-            probe.state.waiting.note(WaitEvent.OVER, probe.now)
-        if probe.state.tier_lookup is not None:
-            probe.state.tier_lookup.give_up(late=True)
 
     def _promise(self, probe: Probe, blocks: BlockRange) -> PactPlan:
         """Promise blocks that memory holds, under the plan that they were read for if that covers them."""

@@ -19,10 +19,10 @@ from kvpact.cache.prefetch import Lacking, Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.totals import NO_SOURCES, Sources
-from kvpact.cache.waiting import Claim, Queue
+from kvpact.cache.waiting import Claim, Queue, WaitEvent
 from kvpact.config import KvpactConfig
 from kvpact.index.block_index import BlockIndex
-from kvpact.metrics import EndReason
+from kvpact.metrics import EndReason, MissReason
 from kvpact.ranges import BlockRange
 
 
@@ -103,6 +103,20 @@ class Staging:
         if probe.plan is None:
             self.ledger.end(probe.request_id, EndReason.SUPERSEDED)
         return True
+
+    def give_up(self, probe: Probe) -> None:
+        """The request stops waiting for tiers: a blocked request does not ask them in every step (H02)."""
+        if probe.plan is not None:
+            probe.state.waiting.note(WaitEvent.OVER, probe.now)
+        if probe.state.tier_lookup is not None:
+            probe.state.tier_lookup.give_up(late=True)
+
+    def why_not(self, probe: Probe, available: Availability) -> MissReason:
+        """Reason why blocks in the tiers were not read for a request."""
+        if self.reads.is_overdue(max(probe.start, available.resident), available.by_tier):
+            return MissReason.TIER_DOWN
+        reason = self.finder.why_unknown()
+        return reason if reason is MissReason.TIER_DOWN else MissReason.NO_ROOM
 
     def _fetch(self, probe: Probe, lacking: Lacking, available: Availability) -> int:
         """Begin to read blocks that a match, or a shorter one, lacks of all groups; returns its end: all rows

@@ -94,10 +94,6 @@ class EngineGroups:
         """The engine's blocks of all groups that so many tokens take."""
         return sum([-(-num_tokens // group.block_size) for group in self.groups.groups])
 
-    def whole(self, rows: int) -> int:
-        """The most rows, at most so many, that whole blocks of every group make up."""
-        return rows - rows % self.match_rows
-
     # The engine's tables
 
     def tables(self, request_id: str, block_ids: Callable[[], Sequence[int]]) -> Tables:
@@ -261,7 +257,7 @@ class EngineGroups:
 
     def part_of_match(self, rows: int) -> int:
         """The most rows, at most so many, that are a match wherever a longer one is; 0 if none is for sure."""
-        return self.whole(rows) if self.reads_all else 0
+        return rows - rows % self.match_rows if self.reads_all else 0
 
     @property
     def reads_all(self) -> bool:
