@@ -79,7 +79,26 @@ class _WithOthersCommands(OneLineErrors):
         return [*super().list_commands(ctx), *sorted(others - self.commands.keys())]
 
     def find_elsewhere(self, name: str) -> Any:
-        return _others_command(name)
+        """Command of another distribution, None if no distribution has it; a missing or broken one says so when run."""
+        entry = next(iter(_others().select(name=name)), None)
+        if entry is None and name not in OF_THE_KIT:
+            return None
+        if entry is None:
+            reason = f"is part of the test kit; run pip install '{OF_THE_KIT[name][0]}'"
+        else:
+            try:
+                return _command_from(name, entry.load())
+            except Exception as error:
+                reason = f"cannot be loaded from {entry.value}: {error}"
+
+        def refuse() -> None:
+            raise ConfigError(f"`kvpact {name}` {reason}")
+
+        any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
+        _, summary = OF_THE_KIT.get(name, ("", "Command of another package."))
+        return _command_from(
+            name, refuse, help=f"{summary}\n\nNot installed: `kvpact {name}` {reason}", context_settings=any_arguments
+        )
 
 
 def _others() -> EntryPoints:
@@ -87,29 +106,6 @@ def _others() -> EntryPoints:
     from importlib.metadata import entry_points
 
     return entry_points(group=COMMANDS)
-
-
-def _others_command(name: str) -> Any:
-    """Command of another distribution, None if no distribution has it; a missing or broken one says so when run."""
-    entry = next(iter(_others().select(name=name)), None)
-    if entry is None and name not in OF_THE_KIT:
-        return None
-    if entry is None:
-        reason = f"is part of the test kit; run pip install '{OF_THE_KIT[name][0]}'"
-    else:
-        try:
-            return _command_from(name, entry.load())
-        except Exception as error:
-            reason = f"cannot be loaded from {entry.value}: {error}"
-
-    def refuse() -> None:
-        raise ConfigError(f"`kvpact {name}` {reason}")
-
-    any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
-    _, summary = OF_THE_KIT.get(name, ("", "Command of another package."))
-    return _command_from(
-        name, refuse, help=f"{summary}\n\nNot installed: `kvpact {name}` {reason}", context_settings=any_arguments
-    )
 
 
 def _command_from(name: str, function: Callable[..., object], **settings: Any) -> Any:
