@@ -384,9 +384,9 @@ def test_no_other_room_is_nearly_full() -> None:
 HOUSE_COUNTS = load_script("scripts/house_counts.py")
 
 MOST = {
-    "several values assigned at once": 76,
+    "several values assigned at once": 13,
     "walrus operators": 147,
-    "docstrings that begin with a question word": 66,
+    "docstrings that begin with a question word": 0,
     "docstrings that only refer to another": 0,
 }
 """What `python scripts/house_counts.py` counts in src. Each may only fall.
@@ -555,6 +555,7 @@ def test_the_product_and_the_embedded_engine_have_no_parameter_for_tests() -> No
 
 HAVE_CHECK = {
     "kvpact.cache.cache.PactCache",
+    "kvpact.cache.lazy_offload.LazyOffload",
     "kvpact.cache.ledger.Ledger",
     "kvpact_testkit.engine.block_pool.BlockPool",
     "kvpact_testkit.engine.engine.Engine",
