@@ -49,7 +49,7 @@ TROUBLES: Final = (
     Trouble("replaced", str(_REPLACED), dict.fromkeys(Call, _REPLACED), loses_all=True),
     Trouble("full", "no space left", {Call.WRITE: StoreFull("no space left")}),
     Trouble("read-only", str(_READ_ONLY), {Call.WRITE: _READ_ONLY, Call.REMOVE: _READ_ONLY}),
-    Trouble("unremovable", r"has not deleted \d+ blocks", {Call.REMOVE: StoreError("you may not delete")}),
+    Trouble("unremovable", r"\d+ blocks wait for their deletion", {Call.REMOVE: StoreError("you may not delete")}),
 )
 
 
