@@ -19,18 +19,24 @@ class Devices:
         """`first`: see `PlayedDevice.checks_first`."""
         self._seed, self._kind, self._first = seed, kind, first
         self._devices: list[PlayedDevice] = []
+        self._opened = 0
         self.segments: list[ArenaSegment] = []
         """Opened so far."""
         monkeypatch.setattr("kvpact.vllm.device.open_device", self._open)
 
-    def _open(self, config: Any, paged: Any, segment: Any, rank: int, model: str) -> Any:
+    def _open(self, config: Any, paged: Any, segment: Any, model: str) -> Any:
+        """Ranks open theirs in order."""
         assert model, "an error names it"
         self.segments.append(segment)
+        rank = self._opened % len(self._devices)
+        self._opened += 1
         return self._devices[rank].open(config, paged, segment, rank)
 
     def of_rank(self, rank: int) -> PlayedDevice:
         """A new one; ranks are made in order, again for each engine."""
         del self._devices[rank:]
+        if rank == 0:
+            self._opened = 0
         self._devices.append(self._kind(self._seed + rank))
         self._devices[rank].checks_first = self._first
         return self._devices[rank]

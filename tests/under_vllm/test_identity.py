@@ -79,7 +79,7 @@ def configured(model: object, *, load: object = None, auto_map: object = None, *
     """As much of a `VllmConfig` as tells the weights, for a model that is on no disk here."""
     told: dict[str, Any] = {"revision": None, "model_weights": "", "trust_remote_code": False, "code_revision": None}
     model_config = SimpleNamespace(model=str(model), hf_config=SimpleNamespace(auto_map=auto_map), **{**told, **fields})
-    return SimpleNamespace(model_config=model_config, load_config=load or LoadConfig())
+    return SimpleNamespace(model_config=model_config, load_config=load or LoadConfig(), speculative_config=None)
 
 
 def identity(config: Any, model_id: str | None = None) -> str:

@@ -135,7 +135,9 @@ def context_parallel(config: Any) -> None:
 
 
 def in_mode_none(config: Any) -> None:
-    config.model_config = SimpleNamespace(model="m", is_encoder_decoder=False, has_inner_state=True)
+    config.model_config = SimpleNamespace(
+        model="m", is_encoder_decoder=False, has_inner_state=True, enable_sleep_mode=False
+    )
     config.cache_config.mamba_cache_mode = "none"
 
 
@@ -145,7 +147,7 @@ def with_drafts(config: Any) -> None:
 
 
 def encoder_decoder(config: Any) -> None:
-    config.model_config = SimpleNamespace(model="m", is_encoder_decoder=True)
+    config.model_config = SimpleNamespace(model="m", is_encoder_decoder=True, enable_sleep_mode=False)
 
 
 def no_prefix_caching(config: Any) -> None:
