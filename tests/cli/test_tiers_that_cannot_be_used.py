@@ -66,9 +66,8 @@ def test_a_capacity_above_what_is_free_is_said_and_not_refused(scheme: str, name
     assert state.startswith("a capacity of 7.812PiB is more than the ")
     assert "works" not in state
     assert "ok    tier" in kvpact("config", "--check", "--tier", url).stdout
-    assert tiers_not_as_wanted(load_config({"tiers": [url], "require_tiers": True}, {})) == [
-        f"kvpact: tier {url}: {state}"
-    ]
+    (said,) = tiers_not_as_wanted(load_config({"tiers": [url], "require_tiers": True}, {}))
+    assert said.startswith(f"kvpact: tier {url}: a capacity of 7.812PiB is more than the ")  # others fill the disk, too
 
 
 def test_what_a_tier_holds_itself_is_room_too(tmp_path: Path) -> None:
