@@ -184,8 +184,9 @@ def check_requests(answers: list[tuple[str, int, int]]) -> None:
         assert (record["prompt_tokens"], record["engine_tokens"] + record["used_tokens"]) == (asked, cached)
     shown = kvpact("why").stdout
     assert len(shown.splitlines()) == 21
-    told = [kvpact("why", request_id).stdout for request_id, _, cached in answers[-100:] if cached == 2 * BLOCK]
-    assert any("found           blocks 0-1 in " in text and f" loaded, {2 * BLOCK} used\n" in text for text in told)
+    both = [request_id for request_id, _, cached in answers[-100:] if cached == 2 * BLOCK]
+    told = [" ".join(kvpact("why", request_id).stdout.split()) for request_id in both]
+    assert any("found blocks 0-1 in " in text and f" loaded, {2 * BLOCK} used " in text for text in told)
 
 
 def check_sources(seen: dict[str, Any], cached: int) -> None:
