@@ -12,7 +12,7 @@ from typing import Any
 
 
 class FirstRunner:
-    """`GPUModelRunner` of `gpu_model_runner.py`: with drafts, saves are ordered behind sampling and drafting."""
+    """`vllm.v1.worker.gpu_model_runner`: with drafts, saves are ordered behind sampling and drafting."""
 
     def __init__(self, connector: Any, vllm_config: Any, tensors: Any, *, drafts: bool) -> None:
         self._connector = connector
@@ -52,7 +52,7 @@ class FirstRunner:
 
 
 class SecondRunner:
-    """`GPUModelRunner` of `gpu/model_runner.py`. From 0.33 on it asks for results before the states' copies, too."""
+    """`vllm.v1.worker.gpu.model_runner`. From 0.33 on it asks for results before the states are copied, too."""
 
     def __init__(self, connector: Any, vllm_config: Any, tensors: Any, *, drafts: bool) -> None:
         from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
