@@ -60,6 +60,8 @@ def spec_of(tier: Mapping[str, Any], *, name: str = "PactTieringSpec", of: Any =
         kv_cache_layout="NHD",
     )
     object.__setattr__(config, "kvpact_engine", of or engine())
+    members = [SimpleNamespace(kv_cache_spec=SimpleNamespace(dtype="bfloat16"))]
+    object.__setattr__(config, "kvpact_kv_cache", SimpleNamespace(kv_cache_groups=members))
     return OffloadingSpecFactory.create_spec(config)
 
 
