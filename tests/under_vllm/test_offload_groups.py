@@ -1,4 +1,4 @@
-"""A `PactTier` below vLLM's OffloadingConnector with several KV cache groups, on vLLM's scheduler: all slots are checked.
+"""A `PactTier` below OffloadingConnector with several KV cache groups, on vLLM's scheduler: all slots are checked.
 
 Copies are vLLM's own worker's, over a simulated device that copies late.
 """
@@ -120,9 +120,7 @@ CASES = {
     "windows": Case({"groups": GEMMA}, {0: 8, 1: 3, 2: 3}, {0: 8, 1: 3, 2: 3}, {99: 0, 65: 0}),
     "chunks": Case({"groups": CHUNKED}, {0: 8, 1: 8}, {0: 8, 1: 4}, {99: 96, 65: 64}),
     "states": Case(WITH_STATES, {0: 8, 1: 3}, {0: 8, 1: 1}, {99: 96, 65: 48, 47: 0}),
-    "states and drafts": Case(
-        {**WITH_STATES, "draft_tokens": 2}, {0: 8, 1: 3}, {0: 8, 1: 1}, {99: 96, 65: 48, 47: 0}
-    ),
+    "states and drafts": Case({**WITH_STATES, "draft_tokens": 2}, {0: 8, 1: 3}, {0: 8, 1: 1}, {99: 96, 65: 48, 47: 0}),
 }
 """Windows are 40 tokens long. Steps of 48 tokens leave states at 48, 96 and, where a prompt's last block ends, 128."""
 
