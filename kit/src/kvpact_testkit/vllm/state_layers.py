@@ -1,6 +1,6 @@
 """The states of a request in mode "align": which block they are in, and vLLM's copies of them between blocks.
 
-Owns a request's running column and accepted count, as `vllm/v1/worker/mamba_utils.py` has them: the state after a
+Owns a request's running column and accepted count, as `vllm.v1.worker.mamba_utils` has them: the state after a
 step's last known token is in the running column, those after its drafts in the columns behind, until the step has
 sampled. A convolution's window is different: one block has all of them, to be read from an offset.
 """
