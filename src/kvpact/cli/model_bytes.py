@@ -124,8 +124,9 @@ def _layer_state(text: Mapping[str, Any], size: int, recurrent: int) -> int:
             "head_dim": text["linear_head_dim"],
             "short_conv_kernel_size": text["linear_conv_kernel_dim"],
         }
-        inner, kernel = int(linear["num_heads"]) * int(linear["head_dim"]), int(linear["short_conv_kernel_size"])
-        return 3 * inner * (kernel - 1) * size + inner * int(linear["head_dim"]) * (recurrent or 4)
+        inner = int(linear["num_heads"]) * int(linear["head_dim"])
+        taps = 3 * inner * (int(linear["short_conv_kernel_size"]) - 1)
+        return taps * size + inner * int(linear["head_dim"]) * (recurrent or 4)
     if "linear_num_value_heads" in text:  # Qwen3-Next, Qwen3.5 to 3.8
         keys = int(text["linear_num_key_heads"]) * int(text["linear_key_head_dim"])
         values = int(text["linear_num_value_heads"]) * int(text["linear_value_head_dim"])
