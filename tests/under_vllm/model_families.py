@@ -14,7 +14,11 @@ from transformers import (
     GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from engines import BLOCK
@@ -77,3 +81,35 @@ def llama4_like(directory: Path, tokenizer: Path) -> Path:
     experts = {"num_local_experts": 2, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 512}
     config = Llama4TextConfig(**SHAPE, **experts, attention_chunk_size=WINDOW, layer_types=kinds)
     return save_model(Llama4ForCausalLM(config), directory, tokenizer)
+
+
+def qwen3_next_like(directory: Path, tokenizer: Path) -> Path:
+    """Like Qwen3-Next: gated delta nets, which keep a state, and one layer in four with full attention.
+
+    All experts compute all tokens: else rounding would choose between two that are as good as equal.
+    """
+    torch.manual_seed(0)
+    states = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    experts = {
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    }
+    config = Qwen3NextConfig(**SHAPE, **states, **experts)
+    return save_model(Qwen3NextForCausalLM(config), directory, tokenizer)
+
+
+def nemotron_h_like(directory: Path, tokenizer: Path) -> Path:
+    """Like Nemotron-H: Mamba 2's state-space layers, one with full attention, and feed-forward layers between."""
+    torch.manual_seed(0)
+    states = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 64, "chunk_size": 128}
+    kinds = ["mamba", "mlp", "mamba", "attention", "mlp"]
+    shape = {name: value for name, value in SHAPE.items() if name != "num_hidden_layers"}
+    config = NemotronHConfig(**shape, **states, layers_block_type=kinds)
+    return save_model(NemotronHForCausalLM(config), directory, tokenizer)
