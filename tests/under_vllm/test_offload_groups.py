@@ -128,7 +128,8 @@ CASES = {
 @pytest.mark.parametrize("kind", ["disk", "dir"])
 @pytest.mark.parametrize("model", CASES)
 def test_each_group_stores_and_gets_back_what_it_needs(model: str, kind: str, tmp_path: Path) -> None:
-    case, tokens = CASES[model], prompt(1, 8)
+    case = CASES[model]
+    tokens = prompt(1, 8)
     with engine(tmp_path, kind, **case.settings) as first:
         assert first.ask("first", tokens, max_tokens=20) == 0
         assert first.stored == case.stored
