@@ -53,6 +53,8 @@ class EngineGroups:
     """A match is a multiple of so many tokens."""
     match_rows: int = field(init=False)
     """A match is a multiple of so many rows."""
+    has_states: bool = field(init=False)
+    """True if a group keeps states, which an engine leaves at ends of steps alone."""
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
     chain_class: int = field(init=False)
@@ -71,6 +73,7 @@ class EngineGroups:
         self.alignment = groups.alignment
         self.match_rows = groups.alignment // groups.block_size
         self.smallest_block = min(group.block_size for group in groups.groups)
+        self.has_states = any(group.kind is GroupKind.STATE for group in groups.groups)
         self.shows_all = not groups.sides
         self.names_first = groups.chain == 0
         self.chain_class = self.class_of(groups.chain) if groups.chain is not None else len(self.class_bytes)
