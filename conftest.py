@@ -59,6 +59,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_simple_cpu_offload.py",
     "tests/under_vllm/test_engine_start.py",
     "tests/under_vllm/test_engine_states.py",
+    "tests/under_vllm/test_engine_states_and_drafts.py",
     "tests/under_vllm/test_mla.py",
     "tests/under_vllm/test_engine_step_hook.py",
     "tests/under_vllm/test_engine_weight_files.py",

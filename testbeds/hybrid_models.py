@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 SLOTS_PER_EXTENT = 16
 """Of the largest class, so that what an extent cannot give to a smaller one is less than 1/16 of it."""
 FILL_BYTES = 16 << 30
-"""Waste is that of a memory with so much content, at least of one prompt: extents are shared by prompts."""
+"""Waste is that of a memory with so much content, at least of four prompts: extents are shared by prompts."""
 CHUNK_TOKENS = 8192
 """vLLM keeps a state at the end of each step, of so many tokens at most, and at the prompt's last whole block."""
 
@@ -134,7 +134,7 @@ def waste(model: HybridModel, num_tokens: int) -> Waste:
     tokens = model.match(num_tokens)
     blocks = model.needed(tokens)
     content = sum(count * payload_bytes for count, payload_bytes in blocks)
-    prompts = max(1, FILL_BYTES // content)
+    prompts = max(4, FILL_BYTES // content)
     slot_bytes = rounded(max(size for _, size in blocks))
     slab = Superblock.for_capacity(Namespace({}), slot_bytes, FILL_BYTES)
     num_slots = slab.slots_in(FILL_BYTES)

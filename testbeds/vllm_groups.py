@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from math import ceil
@@ -41,6 +41,8 @@ BLOCK_TOKENS = 16
 """vLLM's default on a GPU for dense attention."""
 MLA_BLOCK_TOKENS = 64
 """FlashMLA's block."""
+HYBRID_MLA_TOKENS = 128
+"""A block of latents beside states is a multiple of so many tokens."""
 DEEPSEEK_V4_BLOCK_TOKENS = 256
 
 
@@ -63,45 +65,82 @@ def by_layer_types(config: Any, ranks: int) -> Specs:
     return {f"layers.{number}.attn": kinds[kind]() for number, kind in enumerate(config.layer_types)}
 
 
-def with_states(config: Any, ranks: int, full: list[bool], states: tuple[tuple[int, ...], ...]) -> Specs:
-    """Full attention in the layers that `full` says, and the states, of bfloat16, in the others.
+States = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shapes of the convolution's last inputs and of the state."""
+Layers = Sequence[bool | None]
+"""For each layer: full attention, a state, or (None) nothing to keep."""
 
-    The block of attention is the smallest multiple of 16 tokens whose page holds a state, and the page of a state is
+
+def with_states(
+    full: Layers, states: States, kept_in: torch.dtype, attention: Callable[[int], KVCacheSpec], tokens: int
+) -> Specs:
+    """`attention` in the layers that `full` says, and states, kept in a type of their own, in the others.
+
+    The block of attention is the smallest multiple of `tokens` whose page holds a state, and the page of a state is
     padded to it, as vLLM's platforms choose them with prefix caching.
     """
-    shape = heads(config, ranks)
-    token = FullAttentionSpec(**shape, block_size=1).page_size_bytes
-    state: dict[str, Any] = {"shapes": states, "dtypes": (torch.bfloat16,) * len(states), "mamba_cache_mode": "align"}
-    block_size = BLOCK_TOKENS * ceil(MambaSpec(block_size=1, **state).page_size_bytes / (BLOCK_TOKENS * token))
-    attention = FullAttentionSpec(**shape, block_size=block_size)
-    mamba = MambaSpec(block_size=block_size, page_size_padded=attention.page_size_bytes, **state)
-    return {f"layers.{number}": attention if is_full else mamba for number, is_full in enumerate(full)}
+    state: dict[str, Any] = {"shapes": states, "dtypes": (torch.bfloat16, kept_in), "mamba_cache_mode": "align"}
+    unit = tokens * attention(1).page_size_bytes
+    block_size = tokens * ceil(MambaSpec(block_size=1, **state).page_size_bytes / unit)
+    made = attention(block_size)
+    mamba = MambaSpec(block_size=block_size, page_size_padded=made.page_size_bytes, **state)
+    return {f"layers.{number}": made if one else mamba for number, one in enumerate(full) if one is not None}
+
+
+def keys_and_values(config: Any, ranks: int) -> Callable[[int], KVCacheSpec]:
+    """Full attention with blocks of so many tokens."""
+    return lambda tokens: FullAttentionSpec(**heads(config, ranks), block_size=tokens)
 
 
 def qwen3_next(config: Any, ranks: int) -> Specs:
-    """Gated delta nets: the convolution's last inputs, and a matrix for each head."""
+    """Gated delta nets: the convolution's last inputs, and a matrix for each head, of Qwen3.5 in float32."""
     keys = config.linear_key_head_dim * config.linear_num_key_heads
     values = config.linear_value_head_dim * config.linear_num_value_heads
     convolution = (config.linear_conv_kernel_dim - 1, (2 * keys + values) // ranks)
     matrices = (config.linear_num_value_heads // ranks, config.linear_value_head_dim, config.linear_key_head_dim)
-    return with_states(
-        config, ranks, [kind == "full_attention" for kind in config.layer_types], (convolution, matrices)
-    )
+    full = [kind == "full_attention" for kind in config.layer_types]
+    kept_in = torch.float32 if config.model_type == "qwen3_5_text" else torch.bfloat16
+    return with_states(full, (convolution, matrices), kept_in, keys_and_values(config, ranks), BLOCK_TOKENS)
 
 
 def jamba(config: Any, ranks: int) -> Specs:
     """Mamba layers of the first kind: the convolution's last inputs, and a state for each channel."""
     channels = config.mamba_expand * config.hidden_size // ranks
     full = [number % config.attn_layer_period == config.attn_layer_offset for number in range(config.num_hidden_layers)]
-    return with_states(config, ranks, full, ((config.mamba_d_conv - 1, channels), (channels, config.mamba_d_state)))
+    states = (config.mamba_d_conv - 1, channels), (channels, config.mamba_d_state)
+    return with_states(full, states, torch.bfloat16, keys_and_values(config, ranks), BLOCK_TOKENS)
+
+
+def nemotron_h(config: Any, ranks: int) -> Specs:
+    """Mamba layers of the second kind, with states in float32; layers of experts keep nothing."""
+    full = [{"linear_attention": False, "full_attention": True}.get(kind) for kind in config.layers_block_type]
+    channels = config.mamba_num_heads * config.mamba_head_dim + 2 * config.n_groups * config.ssm_state_size
+    states = (
+        (config.conv_kernel - 1, channels // ranks),
+        (config.mamba_num_heads // ranks, config.mamba_head_dim, config.ssm_state_size),
+    )
+    return with_states(full, states, torch.float32, keys_and_values(config, ranks), BLOCK_TOKENS)
+
+
+def kimi_linear(config: Any, ranks: int) -> Specs:
+    """Kimi delta attention, with states in float32, beside latents, which every rank holds all of."""
+    full = [kind == "full_attention" for kind in config.layer_types]
+    count = config.linear_num_heads // ranks
+    size = config.linear_head_dim
+    states = (config.linear_conv_kernel_dim - 1, 3 * count * size), (count, size, size)
+    return with_states(full, states, torch.float32, latent(config), HYBRID_MLA_TOKENS)
+
+
+def latent(config: Any) -> Callable[[int], KVCacheSpec]:
+    """Multi-head latent attention with blocks of so many tokens."""
+    shape: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.bfloat16, "max_tp_shards": 1}
+    shape["head_size"] = config.kv_lora_rank + config.qk_rope_head_dim
+    return lambda tokens: MLAAttentionSpec(block_size=tokens, **shape)
 
 
 def latents(config: Any, ranks: int) -> Specs:
     """Multi-head latent attention: every rank holds all of it."""
-    size = config.kv_lora_rank + config.qk_rope_head_dim
-    spec = MLAAttentionSpec(
-        block_size=MLA_BLOCK_TOKENS, num_kv_heads=1, head_size=size, dtype=torch.bfloat16, max_tp_shards=1
-    )
+    spec = latent(config)(MLA_BLOCK_TOKENS)
     return {f"layers.{number}.attn": spec for number in range(config.num_hidden_layers)}
 
 
@@ -169,6 +208,17 @@ class Model:
 
 ATTENTION = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 JAMBA_ONLY = ("attn_layer_period", "attn_layer_offset", "mamba_expand", "mamba_d_conv", "mamba_d_state")
+DELTA_NET = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_value_head_dim",
+    "linear_num_value_heads",
+)
+MAMBA_2 = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "mamba_ssm_cache_dtype")
+BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+KIMI_DELTA = ("linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim")
+KINDS_OF_KIMI = ("linear_attention", "full_attention")
 LATENT = ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")
 
 MODELS = {
@@ -198,18 +248,37 @@ MODELS = {
     "llama-4-scout": Model(
         "llama4.Llama4TextConfig", by_layer_types, (*ATTENTION, "attention_chunk_size", "layer_types")
     ),
-    "qwen3-next": Model(
-        "qwen3_next.Qwen3NextConfig",
+    "qwen3-next": Model("qwen3_next.Qwen3NextConfig", qwen3_next, (*ATTENTION, "layer_types", *DELTA_NET)),
+    "qwen3.5-27b": Model(
+        "qwen3_5.Qwen3_5TextConfig",
         qwen3_next,
-        (
-            *ATTENTION,
-            "layer_types",
-            "linear_conv_kernel_dim",
-            "linear_key_head_dim",
-            "linear_num_key_heads",
-            "linear_value_head_dim",
-            "linear_num_value_heads",
-        ),
+        (*ATTENTION, "layer_types", *DELTA_NET),
+        {
+            "hidden_size": 5120,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "linear_num_value_heads": 48,
+        },
+        "huggingface.co/Qwen/Qwen3.5-27B, config.json, as quoted in public code",
+    ),
+    "nemotron-3-nano": Model(
+        "nemotron_h.NemotronHConfig",
+        nemotron_h,
+        ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "layers_block_type", *MAMBA_2),
+        {
+            "hidden_size": 2688,
+            "layers_block_type": [BLOCKS[kind] for kind in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"],
+            "num_key_value_heads": 2,
+            "mamba_num_heads": 64,
+        },
+        "huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16, config.json, as quoted in public code",
+    ),
+    "kimi-linear": Model(
+        "kimi_linear.KimiLinearConfig",
+        kimi_linear,
+        ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "layer_types", *KIMI_DELTA),
+        {"layer_types": [KINDS_OF_KIMI[number in (4, 8, 12, 16, 20, 24, 27)] for number in range(1, 28)]},
+        "huggingface.co/moonshotai/Kimi-Linear-48B-A3B-Instruct, config.json, as quoted in public code",
     ),
     "jamba": Model(
         "jamba.JambaConfig",

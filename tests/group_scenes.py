@@ -6,6 +6,7 @@ Each group has blocks of its own size in tokens and bytes. Nothing is computed: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -73,10 +74,7 @@ class GroupScene(Scene):
         memory: int = 16 << 20,
         **settings: Any,
     ) -> None:
-        named = [
-            KVCacheGroup(one.kind, one.block_size, one.span, digest=bytes([number + 1]) * 32)
-            for number, one in enumerate(groups)
-        ]
+        named = [replace(one, digest=bytes([number + 1]) * 32) for number, one in enumerate(groups)]
         self.groups, self.now = GroupSet(tuple(named)), 0.0
         classes, class_bytes = slot_classes(sizes, ranks_differ=False)
         if len(class_bytes) > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,8 @@ class SceneBlocks:
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
+        self.taken = Counter[tuple[int, ...]]()
+        """Sequence of blocks -> number of times it was taken and not given back as such."""
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """A view without a hash."""
@@ -65,11 +68,13 @@ class SceneBlocks:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Hold blocks."""
+        self.taken[tuple(block_ids)] += 1
         for block_id in block_ids:
             self.held[block_id] = self.held.get(block_id, 0) + 1
 
     def free_blocks(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         """Give blocks back."""
+        self.taken[tuple(block_ids)] -= 1
         for block_id in block_ids:
             if not self.held.get(block_id):
                 raise PactViolation(f"block {block_id} was not touched")

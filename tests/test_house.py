@@ -50,6 +50,7 @@ OWN_OPTIONAL_MEMBERS = {
 
 
 OTHERS_PRIVATES = {
+    "_align_hybrid_block_size": "vLLM's rule for the blocks of models with states, which an engine follows as it loads",
     "_get_attn_isa": "vLLM's choice of a CPU kernel: one machine has no two processors whose kernels pack differently",
     "_preempt_request": "vLLM preempts by this alone, in the step in which blocks run out, which no test can place",
     "_update_request_as_session": "vLLM's own way to continue a streaming request, without an engine around it",

@@ -198,7 +198,7 @@ SHOW_OFFLOADING = f"""
 import {", ".join(OFFLOADING_MODULES)}
 print({TIERS}.SecondaryTierFactory.known, {SPECS}.OffloadingSpecFactory.known)
 config = {SETTINGS}.build_offloading_config("engine", "groups")
-print(config, config.kvpact_engine)
+print(config, config.kvpact_engine, config.kvpact_kv_cache)
 """
 
 
@@ -220,7 +220,7 @@ def test_vllms_offloading_knows_our_tier_and_our_spec_and_keeps_the_engine(vllm:
     lists, config = said(vllm, before, *["register()"] * times, SHOW_OFFLOADING).splitlines()
     tier, spec = (("kvpact.vllm.offload", name) for name in ("PactTier", "PactTieringSpec"))
     assert lists == f"{ {'PactTier': tier} } { {'PactTieringSpec': spec} }"
-    assert config == "OffloadingConfig(groups='groups') engine"
+    assert config == "OffloadingConfig(groups='groups') engine groups"
 
 
 def test_the_engine_is_kept_once_however_often_the_plugin_runs(vllm: Path) -> None:

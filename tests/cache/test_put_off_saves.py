@@ -65,6 +65,13 @@ def test_a_large_step_is_saved_piece_by_piece_and_the_request_may_end_meanwhile(
     assert scene.holds_content(again, range(24))
 
 
+def test_blocks_are_given_back_in_the_sequences_in_which_they_were_taken(scene: Scene) -> None:
+    work = scene.step_computing(SceneRequest("a", tokens(LENGTH)))
+    steps_until_rest(scene, work)
+    assert len(scene.blocks.taken) == 6
+    assert not any(scene.blocks.taken.values()), "else `BlockRefs` counts each block, a quarter of a save's report"
+
+
 def test_two_large_requests_of_one_step_wait_in_turn(scene: Scene) -> None:
     requests = [SceneRequest(name, tokens(2 * PIECE * BLOCK_SIZE + 1, seed)) for seed, name in enumerate("ab")]
     for request in requests:

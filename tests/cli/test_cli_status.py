@@ -270,6 +270,7 @@ def test_h126_what_was_never_looked_up_is_not_told_as_looked_up(
 ) -> None:
     scene = Scene()
     scene.prepare(SceneRequest("unknown", tokens(17), None))
+    scene.prepare(SceneRequest("all but the last block", tokens(16)), computed=12)
     scene.cache.on_new_request(SceneRequest("in the queue", tokens(17)))
     assert ask_about(scene)["to change"].startswith("see docs/request-identity.md")
     told = kvpact("why", "unknown").stdout
@@ -277,6 +278,8 @@ def test_h126_what_was_never_looked_up_is_not_told_as_looked_up(
     assert "why not            unknown_identity" in told
     outcomes = {row[:14].strip(): row[14:] for row in kvpact("why").stdout.splitlines()[1:]}
     assert "not asked" in outcomes["in the queue"]
+    told = kvpact("why", "all but the last block").stdout
+    assert "no need: the engine itself had every block" in told, "its last token is computed in any case"
 
 
 def test_h126_there_is_advice_for_each_reason_of_a_miss() -> None:

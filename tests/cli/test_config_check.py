@@ -10,7 +10,7 @@ import pytest
 
 from hub_cache import add_commit
 from kvpact.cli import check, vllm_command
-from kvpact.cli.check import kv_bytes_per_token
+from kvpact.cli.model_bytes import kv_bytes_per_token
 from kvpact_command import KVPACT, beside, fake_vllm_in, kvpact, refusal, without_settings
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -114,6 +114,45 @@ def test_an_encoder_decoder_model_is_not_served(tmp_path: Path) -> None:
 )
 def test_the_bytes_of_a_token_are_those_of_the_models_layers(fields: dict[str, object], size: int) -> None:
     assert kv_bytes_per_token(fields) == size
+
+
+QWEN = {
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""Of Qwen3-Next 80B."""
+
+
+def test_of_a_model_with_states_the_align_unit_a_states_bytes_and_sessions_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_in(tmp_path / "model", **QWEN)
+    monkeypatch.setattr(vllm_command, "distribution", lambda name: type("Vllm", (), {"version": "0.32.0"}))
+    code, found = checked(model, "--memory", "4GiB", "--tier", f"disk://{tmp_path}/tier?capacity=1GiB")
+    word, text = found["model"]
+    assert (code, word) == (0, "ok")
+    assert text == (
+        f"{model}: 36 layers keep a state, 37.69MiB in all, at multiples of 544 tokens (align unit), where alone a "
+        "match ends; 24KiB of keys and values per token. Sessions of 16,384 tokens with one state each: 9 in "
+        "memory and 2 in disk. For one rank without speculative decoding"
+    )
+
+
+def test_a_build_for_cpus_has_larger_blocks(tmp_path: Path) -> None:
+    _, found = checked(model_in(tmp_path / "model", **QWEN, mamba_ssm_dtype="bfloat16"))
+    assert "at multiples of 640 tokens" in found["model"][1]
+
+
+def test_a_family_whose_states_are_not_known_is_described_as_others_are(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model", layer_types=["mamba", "attention"] * 16)
+    assert "if all layers keep all tokens" in checked(model)[1]["model"][1]
 
 
 def test_a_model_is_for_the_check_alone() -> None:

@@ -45,7 +45,17 @@ def engine(**changes: Any) -> Any:
     )
 
 
-def spec_of(tier: Mapping[str, Any], *, name: str = "PactTieringSpec", of: Any = None) -> Any:
+ATTENTION: Mapping[str, Any] = {"num_kv_heads": 2, "head_size": 16, "dtype": "bfloat16"}
+"""What the layers' specification says of a block's bytes."""
+
+
+def spec_of(
+    tier: Mapping[str, Any],
+    *,
+    name: str = "PactTieringSpec",
+    of: Any = None,
+    layers: Mapping[str, Any] = ATTENTION,
+) -> Any:
     """vLLM's spec with one `PactTier` of these settings; the weights are called "w" unless they say otherwise."""
     settings = {"type": "PactTier", "model_id": "w", **tier}
     config = OffloadingConfig(
@@ -60,6 +70,8 @@ def spec_of(tier: Mapping[str, Any], *, name: str = "PactTieringSpec", of: Any =
         kv_cache_layout="NHD",
     )
     object.__setattr__(config, "kvpact_engine", of or engine())
+    members = [SimpleNamespace(kv_cache_spec=SimpleNamespace(**layers))]
+    object.__setattr__(config, "kvpact_kv_cache", SimpleNamespace(kv_cache_groups=members))
     return OffloadingSpecFactory.create_spec(config)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offload_bed import ROW_BYTES, bed, engine, keys_of, spec_of
+from offload_bed import ATTENTION, ROW_BYTES, bed, engine, keys_of, spec_of
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 
 from kvpact.errors import ConfigError
@@ -60,15 +60,42 @@ def test_the_tier_is_open_to_the_plain_spec_too(tmp_path: Path) -> None:
         {"of": engine(model={"dtype": "float16"})},
         {"of": engine(cache={"cache_dtype": "fp8"})},
         {"weights_version": "v2"},
+        {"layers": {**ATTENTION, "dtype": "float32"}},
+        {"layers": {"shapes": ((3, 8192), (32, 128, 128)), "dtypes": ("bfloat16", "bfloat16")}},
     ],
 )
 def test_h33_chunks_of_another_engine_are_not_found(kind: Any, other: dict[str, Any], tmp_path: Path) -> None:
     with bed(kind(tmp_path)) as first:
         first.compute("a", keys_of(1, 4), 10)
         first.rest()
-    settings = {name: value for name, value in other.items() if name != "of"}
-    with bed(kind(tmp_path, **settings), of=other.get("of")) as second:
+    named = {name: other[name] for name in ("of", "layers") if name in other}
+    settings = {name: value for name, value in other.items() if name not in named}
+    with bed(kind(tmp_path, **settings), **named) as second:
         assert second.find("b", keys_of(1, 4)) == 0
+
+
+STATES = {"shapes": ((3, 8192), (32, 128, 128)), "dtypes": ("bfloat16", "float32"), "mamba_type": "gdn_attention"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shapes": ((3 + 2, 8192), (32, 128, 128))},
+        {"dtypes": ("bfloat16", "bfloat16")},
+        {"mamba_type": "mamba2"},
+    ],
+    ids=["two drafts", "numbers", "kind"],
+)
+def test_h132_states_of_another_number_of_drafts_are_not_found_in_pages_of_the_same_size(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    with bed(shared(tmp_path), layers=STATES) as first:
+        first.compute("a", keys_of(1, 4), 10)
+        first.rest()
+    with bed(shared(tmp_path), layers={**STATES, **other}) as second:
+        assert second.find("b", keys_of(1, 4)) == 0
+    with bed(shared(tmp_path), layers=STATES) as third:
+        assert third.find("c", keys_of(1, 4)) == 4
 
 
 @KINDS

@@ -144,6 +144,7 @@ def in_mode_none(config: Any) -> None:
 def with_drafts(config: Any) -> None:
     in_mode_none(config)
     config.speculative_config = object()
+    config.parallel_config.pipeline_parallel_size = 2
 
 
 def encoder_decoder(config: Any) -> None:
@@ -159,7 +160,7 @@ def no_prefix_caching(config: Any) -> None:
     [
         (context_parallel, {}, "context parallelism of 2 is not supported"),
         (in_mode_none, {}, 'keeps its states in mode "none"'),
-        (with_drafts, {}, "leave --speculative-config out"),
+        (with_drafts, {}, "leave --pipeline-parallel-size or --speculative-config out"),
         (encoder_decoder, {}, "an encoder-decoder model is not supported"),
         (no_prefix_caching, {"save": "lazy"}, "add --enable-prefix-caching"),
     ],

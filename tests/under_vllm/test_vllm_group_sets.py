@@ -37,9 +37,11 @@ MODEL = SimpleNamespace(runner_type="generate", max_model_len=4096)
 PLAIN: Any = SimpleNamespace(speculative_config=None, model_config=MODEL)
 
 
-def draft(*, eagle: bool) -> Any:
+def draft(*, eagle: bool, stages: int = 1) -> Any:
     """The configuration of an engine with speculative decoding."""
-    return SimpleNamespace(speculative_config=SimpleNamespace(use_eagle=lambda: eagle), model_config=MODEL)
+    drafts = SimpleNamespace(use_eagle=lambda: eagle)
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    return SimpleNamespace(speculative_config=drafts, model_config=MODEL, parallel_config=parallel)
 
 
 def model(*specs: Any, marked: Sequence[int] = (), num_blocks: int = 10, **more: Any) -> Any:
@@ -101,6 +103,7 @@ def test_digests_name_what_a_block_holds_and_nothing_else() -> None:
     def digest(*specs: Any, **more: Any) -> str:
         return engine_groups(PLAIN, model(*specs, **more)).digest
 
+    assert len({digest(FULL, replace(STATE, num_speculative_blocks=drafts)) for drafts in (0, 1, 2)}) == 3
     base = digest(FULL, WINDOW)
     assert digest(FULL, WINDOW, num_blocks=99) == base
     assert digest(FULL, replace(WINDOW, page_size_padded=1 << 20)) == base
@@ -146,7 +149,7 @@ def subclass(name: str, base: Any) -> Any:
         ([FULL, subclass("SinkFullAttentionSpec", FULL)], PLAIN, "SinkFullAttentionSpec is not supported: its sink"),
         ([FULL, subclass("SomebodysSpec", FULL)], PLAIN, "SomebodysSpec is not supported; kvpact serves FullAtt"),
         ([FULL, replace(STATE, mamba_cache_mode="none")], PLAIN, "add --enable-prefix-caching and, before vLLM 0.33"),
-        ([FULL, STATE], draft(eagle=False), "leave --speculative-config out"),
+        ([FULL, STATE], draft(eagle=False, stages=2), "leave --pipeline-parallel-size or --speculative-config out"),
         ([], PLAIN, "keeps no KV cache, so there is nothing to store: leave --kv-transfer-config out"),
     ],
 )
@@ -182,10 +185,14 @@ def test_states_are_saved_from_the_blocks_that_vllm_offers() -> None:
     """The table may name another block by then, and one with the state of a token inside a block is none to save."""
     offered = SimpleNamespace(boundary_state_offloads={"r": [(1, 9, 32), (1, 5, 40)], "other": [(1, 4, 16)]})
     blocks = StateBlocks(STATES, 0)
-    assert blocks.shown("r", TABLES) == ((1, 2, 3), (4, 0, 5))
-    for step, states in ((SimpleNamespace(kv_connector_block_state=offered), (0, 9, 0)), (None, (0, 0, 0))):
-        with blocks.saving(step):
-            assert blocks.shown("r", TABLES) == ((1, 2, 3), states)
+    step = SimpleNamespace(kv_connector_block_state=offered)
+    for this, states, requests in ((step, [(1, 1, 9)], {"r", "other"}), (None, [], set())):
+        with blocks.saving(this):
+            assert blocks.shown("r", TABLES) == ((1, 2, 3), (0, 0, 0))
+            assert [*blocks.offered("r")] == states
+            assert {*blocks.requests} == requests
+    assert blocks.shown("r", TABLES) == ((1, 2, 3), (4, 0, 5)), "a load goes into the blocks of the table"
+    assert not blocks.offered("r")
 
 
 # Loads that are lost whole

@@ -432,7 +432,8 @@ class PactCache(ExternalCache):
         for state in self.requests.live.values():
             state.waiting.check()
         known = self.ledger.known_requests.union(
-            self._saves.lazy.known_requests if self._saves.lazy is not None else ()
+            self._saves.lazy.known_requests if self._saves.lazy is not None else (),
+            self._jobs.unnamed,
         )
         loading = {load.job.request_id for load in self._jobs.loads.values()}
         if gone := known - loading - self.requests.live.keys():

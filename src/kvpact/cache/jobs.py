@@ -222,6 +222,9 @@ class TransferJobs:
     saves: dict[int, SaveState] = field(default_factory=dict, init=False)
     put_off: deque[PutOffSave] = field(default_factory=deque, init=False)
     """In the order in which they are to be ordered."""
+    unnamed: dict[str, dict[int, PutOffSave]] = field(default_factory=dict, init=False)
+    """Request -> by KV cache group a loose block of a row that has no key yet. None counts as under way: they end with
+    their requests."""
     ordered: int = field(default=0, init=False)
     """Number of jobs so far; also the id of the last one."""
     _outbox: _Outbox = field(default_factory=_Outbox, init=False)
@@ -380,7 +383,7 @@ class TransferJobs:
         """The content of a request's `block`, named `key`, is unknown: store nothing from it on."""
         waiting: list[tuple[SaveState | PutOffSave, str, Sequence[BlockKey]]] = [
             *((save, save.job.request_id, save.run.chain) for save in self.saves.values()),
-            *((save, save.request_id, save.names.keys) for save in self.put_off),
+            *((save, save.request_id, save.names.keys) for save in self.not_ordered()),
         ]
         for each, name, chain in waiting:
             if name == request_id or (block < len(chain) and chain[block] == key):
@@ -391,14 +394,20 @@ class TransferJobs:
         for save in self.saves.values():
             for row, block_ids in save.run.places():
                 yield save.job.request_id, row, block_ids
-        for waiting in self.put_off:
+        for waiting in self.not_ordered():
             for piece in waiting.pieces:
                 yield waiting.request_id, piece.start, piece.ids
                 yield from ((waiting.request_id, piece.start, (each,)) for each in piece.loose_ids)
 
+    def not_ordered(self) -> Iterator[PutOffSave]:
+        """All saves that are still to be ordered."""
+        yield from self.put_off
+        for of_request in self.unnamed.values():
+            yield from of_request.values()
+
     def cut_put_off(self, request_id: str, block: int) -> None:
         """Order no save of a request's blocks from `block` on, but those that are ordered already."""
-        for waiting in self.put_off:
+        for waiting in self.not_ordered():
             if waiting.request_id == request_id:
                 waiting.garbage_from = min(waiting.garbage_from, block)
 
@@ -409,7 +418,7 @@ class TransferJobs:
         """
         for save in self.saves.values():
             save.trusted = False
-        for waiting in self.put_off:
+        for waiting in self.not_ordered():
             waiting.trusted = False
         for load in self.loads.values():
             if not load.recalled and not load.job.synchronous:

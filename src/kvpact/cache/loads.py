@@ -247,7 +247,7 @@ class Loads:
         tag = self.requests.tags.withdraw(adapter)
         for save in self.jobs.saves.values():
             save.trusted &= tag != NO_TAG and not self.requests.tags.same_prefix(save.job.block_ids, 0, tag)
-        for waiting in self.jobs.put_off:
+        for waiting in self.jobs.not_ordered():
             waiting.trusted &= waiting.tag != tag
         if self.saves.lazy is not None:
             if tag == NO_TAG:

@@ -18,7 +18,8 @@ from kvpact.cache.request import RequestState
 from kvpact.cache.saves import Saves
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, SchedulerContext
-from kvpact.identity.tags import BlockTags
+from kvpact.identity.groups import LooseBlock
+from kvpact.identity.tags import NO_TAG, BlockTags
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,10 @@ class Offloader:
         saves_any = self.saves_any
         begun = before // groups.block_size
         tables = None
+        offered: Sequence[LooseBlock] = ()
         if saves_any:
-            tables, filled = groups.tables_of_step(request.request_id, block_ids, before, computed)
+            known = len(request.token_ids)
+            tables, filled, offered = groups.tables_of_step(request.request_id, block_ids, before, computed, known)
         if tables is not None and state.sound < begun:
             state.note_sound(self._sound_rows(state, begun, tables))
         next_fill = 0 if has_plan or lazy is not None else computed - computed % smallest + smallest
@@ -102,11 +105,59 @@ class Offloader:
                 lazy.invalidate_blocks(each for table in tables for each in table)
             else:  # filled, and without a key until the next token is known
                 lazy.invalidate_blocks(groups.filled(tables, max(before, rows.stop * groups.block_size), computed))
-        if saves_any and rows:
+        if offered or request.request_id in self.saves.jobs.unnamed:
+            self._note_loose(request, state, rows, offered, tables or groups.tables(request.request_id, block_ids))
+        elif saves_any and rows:
             self._note_full(request, state, rows, tables or groups.tables(request.request_id, block_ids))
 
-    def _note_full(self, request: EngineRequest, state: RequestState, rows: range, tables: Tables) -> None:
-        """Save computed `rows` of a request, which have keys, and all blocks attached to them that others may need.
+    def _note_loose(
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        rows: range,
+        offered: Sequence[LooseBlock],
+        tables: Tables,
+    ) -> None:
+        """Save `rows` of a request, and the loose blocks that the engine has `offered` now, or before they had a key.
+
+        Those that have none yet are held until they have.
+        """
+        name = request.request_id
+        keys = state.keys
+        full = state.offloaded_blocks
+        held = self.put_off.named(name, full)
+        good = [waiting for waiting in held if waiting.tag == state.tag and self.put_off.still_holds(waiting)]
+        loose = [each for waiting in good for each in waiting.pieces[0].loose]
+        for each in offered:
+            (row,) = self.groups.rows_of((each,))
+            self.tags.fill((each[2],), state.tag if row < state.sound else NO_TAG)
+            if row < full:
+                loose.append(each)
+            elif row < state.sound and keys is not None:
+                of_row = Computed(name, keys, request.token_ids, state.tag, row, row + 1, row, (), (each,))
+                self.put_off.hold(of_row)
+        is_saved = False
+        try:
+            if loose:
+                late = self.groups.rows_of(loose)
+                rows = range(min(rows.start, late.start), max(rows.stop, late.stop)) if rows else late
+            if rows:
+                self._note_full(request, state, rows, tables, loose)
+                is_saved = True
+        finally:
+            for waiting in held:
+                self.put_off.end_hold(waiting, is_saved=is_saved and waiting in good)
+
+    def _note_full(
+        self,
+        request: EngineRequest,
+        state: RequestState,
+        rows: range,
+        tables: Tables,
+        offered: Sequence[LooseBlock] = (),
+    ) -> None:
+        """Save computed `rows` of a request, which have keys, and all blocks attached to them that others may need,
+        with those that the engine has `offered`.
 
         Rows after a bound are left to later steps.
         """
@@ -120,6 +171,7 @@ class Offloader:
             state.note_sound(self._sound_rows(state, full, tables))
         tokens = request.token_ids
         ids, loose = groups.worth_saving(tables, rows, state.computed, len(tokens), state.branches)
+        loose = [*loose, *offered]
         owed = Computed(name, state.keys, tokens, state.tag, first, full, 0, ids, loose, state.sound)
         left = 0
         if lazy is not None:
@@ -147,11 +199,13 @@ class Offloader:
 
     def request_finished(self, request_id: str) -> None:
         """The engine has forgotten the request; what it computed is still saved."""
+        self.put_off.forget(request_id)
         if self.saves.lazy is not None:
             self.saves.lazy.request_finished(request_id)
 
     def clear(self) -> None:
         """A new epoch begins: what the engine holds belongs to the old one."""
+        self.put_off.forget_all()
         if self.saves.lazy is not None:
             self.saves.lazy.clear()
 

@@ -1,4 +1,5 @@
-"""Saves of long prompts, a piece in each step: what exceeds a bound waits, with the engine's blocks held.
+"""Saves that later steps order, with the engine's blocks held: pieces of long prompts, which exceed a step's bound, and
+loose blocks whose row has no key yet.
 
 Owns how many rows the running step may still order saves of; `jobs.py` has what waits.
 """
@@ -34,6 +35,8 @@ class PutOff:
     piece_blocks: int = PIECE_BLOCKS
     _left: int = field(default=PIECE_BLOCKS, init=False)
     """Number of rows that the running step may still save."""
+    _seen: set[str] = field(default_factory=set, init=False)
+    """Requests with unnamed blocks that this step computes."""
 
     def __post_init__(self) -> None:
         self.jobs = self.saves.jobs
@@ -63,8 +66,72 @@ class PutOff:
                 context.touch(held)
         self.jobs.put_off.append(PutOffSave(computed.request_id, computed.names, computed.tag, pieces))
 
+    def hold(self, computed: Computed) -> None:
+        """Hold the one loose block of a row until that has a key, in place of an earlier one of its group."""
+        context = self.saves.context
+        assert context is not None
+        ((group, _, block_id),) = computed.loose
+        context.touch((block_id,))
+        of_request = self.jobs.unnamed.setdefault(computed.request_id, {})
+        if group in of_request:
+            self._drop(of_request.pop(group).pieces[0])
+        held = replace(computed, is_held=True, hashes=(context.get_block(block_id).block_hash,))
+        of_request[group] = PutOffSave(computed.request_id, computed.names, computed.tag, deque((held,)))
+        self._seen.add(computed.request_id)
+
+    def named(self, request_id: str, rows: int) -> list[PutOffSave]:
+        """Held blocks of a request's first `rows` rows, which have keys now; the caller calls `end_hold` for each."""
+        of_request = self.jobs.unnamed.get(request_id)
+        if of_request is None:
+            return []
+        self._seen.add(request_id)
+        groups = [group for group, waiting in of_request.items() if waiting.pieces[0].end <= rows]
+        found = [of_request.pop(group) for group in groups]
+        if not of_request:
+            del self.jobs.unnamed[request_id]
+        return found
+
+    def still_holds(self, waiting: PutOffSave) -> bool:
+        """True if a held block has the content that it had: its tag, and the engine's name for it, are the same."""
+        context = self.saves.context
+        (piece,) = waiting.pieces
+        return (
+            context is not None
+            and piece.end <= waiting.garbage_from
+            and all(self.saves.tags.has(block_id, waiting.tag) for block_id in piece.loose_ids)
+            and [context.get_block(block_id).block_hash for block_id in piece.loose_ids] == [*piece.hashes]
+        )
+
+    def end_hold(self, waiting: PutOffSave, *, is_saved: bool) -> None:
+        """Release a block that `named` returned; a save of it has its own hold."""
+        (piece,) = waiting.pieces
+        if is_saved:
+            self._let_go(piece, ())
+        else:
+            self._drop(piece)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request's blocks without a name: it ends, or begins again."""
+        for waiting in self.jobs.unnamed.pop(request_id, {}).values():
+            self._drop(waiting.pieces[0])
+
+    def forget_all(self) -> None:
+        """Drop all blocks without a name."""
+        for request_id in [*self.jobs.unnamed]:
+            self.forget(request_id)
+
+    def _forget_preempted(self) -> None:
+        """Drop the blocks of requests that are not computed any more: the engine needs the room."""
+        unseen = self.jobs.unnamed.keys() - self._seen
+        if unseen:
+            for request_id in unseen.intersection(self.saves.groups.waiting_requests()):
+                self.forget(request_id)
+        self._seen.clear()
+
     def order(self, now: float) -> None:
         """End the step: order saves that earlier steps have put off, the oldest first, as far as the step may."""
+        if self.jobs.unnamed:
+            self._forget_preempted()
         waiting = self.jobs.put_off
         if not waiting:
             if self.piece_blocks - self._left <= QUIET_BLOCKS:
@@ -107,6 +174,7 @@ class PutOff:
 
     def give_up(self) -> None:
         """Drop all saves that are put off, and release the engine's blocks."""
+        self.forget_all()
         while self.jobs.put_off:
             for piece in self.jobs.put_off.popleft().pieces:
                 self._drop(piece)

@@ -113,7 +113,7 @@ class Saves:
             metrics.add("evicted_blocks", evicted, MEMORY)
         owed.run.slots = slots
         if self.context is not None and not owed.is_held:
-            self.context.touch(owed.run.block_ids)
+            self.context.touch(owed.run.block_ids[::-1])  # as `release` gives them back, mostly
         self.jobs.order_save(owed, taken.pin, now)
         return len(slots)
 
@@ -142,7 +142,8 @@ class Saves:
         """Give back the engine's blocks of a save, if they are held."""
         if self.context is not None and save.holds:
             kept, leaving = save.owed.in_turn
-            self.context.free_blocks(kept)
+            if kept:
+                self.context.free_blocks(kept)
             if leaving:  # the engine evicts these before all others
                 self.context.free_blocks(leaving, evict_first=True)
         save.holds = False

@@ -5,15 +5,15 @@ Starts nothing and imports neither torch nor vLLM; probes tiers as `kvpact tiers
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
 from kvpact.border import json_object
+from kvpact.cli.model_bytes import CPU, CPU_BF16, GPU, Build, StateBytes, kv_bytes_per_token, state_bytes
 from kvpact.cli.offloading import offloading_json
 from kvpact.cli.screen import BAD, busy, console
 from kvpact.cli.serve import COMMAND_LINE, what_copies
@@ -27,6 +27,9 @@ from kvpact.tiers.registry import load_seal
 from kvpact.units import format_size
 from kvpact.vllm.compat.platforms import OFFLOADING
 from kvpact.vllm.compat.releases import SERIES, is_known
+
+SESSION_TOKENS: Final = 16_384
+"""Tokens of the sessions that are counted."""
 
 
 class Finding(NamedTuple):
@@ -103,6 +106,8 @@ def _model(model: str, config: KvpactConfig) -> Finding:
         return Finding(False, "model", f"{file} cannot be read: {error}; give a model's folder or its name on the hub")
     if found.get("is_encoder_decoder"):
         return Finding(False, "model", f"{model} is an encoder-decoder model: serve it without kvpact")
+    if (states := state_bytes(found, _build())) is not None:
+        return Finding(True, "model", f"{model}: {_of_states(states, config)}")
     size = kv_bytes_per_token(found)
     if not size:
         return Finding(True, "model", f"{model}: its config.json does not give the bytes of a token's keys and values")
@@ -111,6 +116,26 @@ def _model(model: str, config: KvpactConfig) -> Finding:
         "model",
         f"{model}: {format_size(size)} of keys and values per token, if all layers keep all tokens; memory holds "
         f"{config.memory // size:,} tokens",
+    )
+
+
+def _build() -> Build:
+    """Defaults of the vLLM that is installed, else of one for GPUs."""
+    with suppress(PackageNotFoundError, ConfigError):
+        if "cpu" in installed_release("connector"):
+            with suppress(OSError):
+                return CPU_BF16 if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else CPU
+    return GPU
+
+
+def _of_states(states: StateBytes, config: KvpactConfig) -> str:
+    session = SESSION_TOKENS * states.token + states.state
+    places = [("memory", config.memory), *((tier.scheme, tier.capacity) for tier in config.tiers if tier.capacity)]
+    room = " and ".join(f"{size // session:,} in {name}" for name, size in places)
+    return (
+        f"{states.layers} layers keep a state, {format_size(states.state)} in all, at multiples of {states.unit:,} "
+        f"tokens (align unit), where alone a match ends; {format_size(states.token)} of keys and values per token. "
+        f"Sessions of {SESSION_TOKENS:,} tokens with one state each: {room}. For one rank without speculative decoding"
     )
 
 
@@ -124,18 +149,3 @@ def _config_file(model: str) -> Path | None:
         file = kept / "snapshots" / (kept / "refs" / "main").read_text().strip() / "config.json"
         return file if file.is_file() else None
     return None
-
-
-def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """Bytes of a token's keys and values in all layers, from a model's config.json; 0 if they do not follow from it."""
-    text = config.get("text_config") or config
-    size = 4 if "float32" in json.dumps([config.get("torch_dtype"), text.get("torch_dtype"), text.get("dtype")]) else 2
-    try:
-        layers = int(text["num_hidden_layers"])
-        if "kv_lora_rank" in text:  # one vector for all heads
-            return layers * size * (int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"]))
-        heads = int(text["num_attention_heads"])
-        width = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
-        return 2 * layers * size * width * int(text.get("num_key_value_heads") or heads)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return 0

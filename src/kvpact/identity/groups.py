@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import lcm
+from typing import Protocol, runtime_checkable
 
 from blake3 import blake3
 
@@ -23,6 +24,22 @@ from kvpact.ranges import BlockRange
 
 FirstMissing = Callable[[int, BlockRange], int | None]
 """(number of a group, blocks in the group's numbering) -> first of the blocks that is not resident, if any."""
+
+
+LooseBlock = tuple[int, int, int]
+"""KV cache group, number of the group's block, the engine's block."""
+
+
+@runtime_checkable
+class OffersStates(Protocol):
+    """A scheduler context whose block tables do not say which block has which state: it offers states by name.
+
+    Of an engine without it a group's block has the state at its end after a step that ends just there.
+    """
+
+    def offered_states(self, request_id: str) -> Sequence[LooseBlock]:
+        """States of a request that are in their blocks once the running step has ended, each offered once; a group's
+        block has the state at its end."""
 
 
 class GroupKind(StrEnum):
@@ -145,13 +162,11 @@ class GroupSet:
         part = block % max(1, self.block_size // size)
         return blake3(row_key + self.groups[number].digest + part.to_bytes(8, "little")).digest()
 
-    def worth_saving(
-        self, number: int, new: range, computed: int, known: int, branches: Sequence[int]
-    ) -> Sequence[int]:
-        """New blocks of a side group that a later request may need; `computed` of `known` tokens are computed.
+    def worth_saving(self, number: int, new: range, known: int, branches: Sequence[int]) -> Sequence[int]:
+        """New blocks of a side group that a later request may need; so many of its tokens are `known`.
 
-        All of a group with full attention; the state at the end of a step, which leaves no other; and the windows from
-        which a request will go on: at the end of a prompt, of its answer, and where two prompts part, after the numbers
+        All of a group with full attention; no states, which the engine offers one by one; and the windows from which
+        a request will go on: at the end of a prompt, of its answer, and where two prompts part, after the numbers
         of rows in `branches`. The others would be most of the stored blocks, and no request asks for them
         (research/hybrid_trace.py).
         """
@@ -159,7 +174,7 @@ class GroupSet:
         if group.kind is GroupKind.FULL:
             return new
         if group.kind is GroupKind.STATE:
-            return [block for block in new if (block + 1) * group.block_size == computed]
+            return ()
         ends = [known - 1, *(rows * self.block_size for rows in branches)]
         whole = [end - end % self.alignment for end in ends if end > 0]
         last = range(max(new.start, group.needed(whole[0]).start if whole else 0), new.stop)

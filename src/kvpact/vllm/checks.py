@@ -23,7 +23,7 @@ from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER, OUR_CLASSES, classes_for
 from kvpact.vllm.compat.releases import is_known, refuse_older, refuse_unread
 from kvpact.vllm.compat.scheduler import COUNTS_HELD_BLOCKS, TELLS_OF_SLEEP
-from kvpact.vllm.groups import STATES_AND_DRAFTS, STATES_IN_MODE, UNSERVED, EngineGroups, engine_groups
+from kvpact.vllm.groups import STATES_IN_MODE, UNSERVED, EngineGroups, engine_groups, refuse_states
 from kvpact.wire import WorkerHandshake
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,7 @@ def _refuse_model(vllm_config: Any) -> None:
         raise ConfigError(f"an encoder-decoder model is not supported: {UNSERVED['CrossAttentionSpec']}")
     if not model.has_inner_state:
         return
-    if vllm_config.speculative_config is not None:
-        raise ConfigError(STATES_AND_DRAFTS)
+    refuse_states(vllm_config)
     if (mode := str(vllm_config.cache_config.mamba_cache_mode)) != "align":
         raise ConfigError(STATES_IN_MODE.format(mode))
 

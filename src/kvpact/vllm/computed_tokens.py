@@ -17,7 +17,7 @@ from kvpact.errors import PactViolation
 from kvpact.vllm.compat.configuration import runs_second_runner
 from kvpact.vllm.context import VllmContext
 from kvpact.vllm.loads import CommittedLoads
-from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
+from kvpact.vllm.request_identity import RequestIdentities
 from kvpact.vllm.requests import EngineRequests
 from kvpact.vllm.step_hook import Candidates
 
@@ -47,7 +47,6 @@ class ComputedTokens:
         reported goes on over blocks with other content: its blocks are taken out of the engine's prefix cache. Raises
         PactViolation before vLLM has offered its block tables.
         """
-        computed: list[tuple[VllmRequest, int]] = []
         step_tokens = scheduler_output.num_scheduled_tokens
         names: Iterable[str] = step_tokens
         before = self._noted_revision
@@ -56,19 +55,25 @@ class ComputedTokens:
             running = scheduler_output.scheduled_cached_reqs
             others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)
             names = [*others, *[new.req_id for new in scheduler_output.scheduled_new_reqs]]
-        for request_id in names:
-            view = self._requests.get(request_id)
-            if view is not None and not self._loads.is_distrusted(request_id):
-                computed.append((view, view.request.num_computed_tokens + step_tokens[request_id]))
-            elif view is not None and self._loads.whole_requests and context is not None:
+        whole = self._loads.whole_requests
+        distrusted = list[str]()
+        with context.saving(scheduler_output) if whole and context is not None else nullcontext():
+            if context is not None and context.requests_with_states:  # of quiet ones, too, and of some in no step
+                names = dict.fromkeys([*names, *context.requests_with_states])
+            for request_id in names:
+                view = self._requests.get(request_id)
+                if view is None:
+                    continue
+                if self._loads.is_distrusted(request_id):
+                    distrusted.append(request_id)
+                elif context is None:
+                    raise PactViolation("vLLM computes requests before it offered its block tables to the connector")
+                else:
+                    computed = view.request.num_computed_tokens + step_tokens.get(request_id, 0)
+                    cache.note_computed(view, computed, partial(context.chain_of, view.request_id))
+        if whole and context is not None:
+            for request_id in distrusted:
                 context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
-        if not computed:
-            return
-        if context is None:
-            raise PactViolation("vLLM computes requests before it offered its block tables to the connector")
-        with context.saving(scheduler_output) if self._loads.whole_requests else nullcontext():
-            for view, num_tokens in computed:
-                cache.note_computed(view, num_tokens, partial(context.chain_of, view.request_id))
 
     def look_up(self, lookup: SupportsStepLookup, scheduler_output: Any) -> None:
         """Have the workers look for what this step computes, where the request can still be given it then."""
@@ -91,7 +96,8 @@ class ComputedTokens:
         )
 
     def note_end(self, cache: ExternalCache, context: VllmContext, request: Any) -> None:
-        """Report all computed tokens of a request that ends. No states of state-space layers are shown."""
+        """Report all computed tokens of a request that ends, so that states which wait for their name get it. vLLM
+        offers no others: one whose boundary lies in a request's last step is lost."""
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         with context.saving(None):
             cache.note_computed(self._requests.view(request), computed, partial(context.chain_of, request.request_id))

@@ -6,14 +6,14 @@ For any connector, not only kvpact's: see `scheduler_context`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
 
 from kvpact.block_refs import BlockRefs, cursor_lost, no_such_block, no_such_request, not_free
 from kvpact.contract import KVCacheBlockView
-from kvpact.identity.groups import GroupSet
+from kvpact.identity.groups import GroupSet, LooseBlock
 from kvpact.vllm.compat.group_tables import StateBlocks
 from kvpact.vllm.compat.scheduler import (
     evict_first_of_all,
@@ -98,11 +98,20 @@ class VllmContext:
         return self._holds.total
 
     def saving(self, scheduler_output: Any) -> AbstractContextManager[None]:
-        """Within, `get_block_ids` shows of state-space layers only the states that the step leaves at ends of blocks.
+        """Within, `offered_states` has the states that the step leaves at ends of blocks, and `get_block_ids` none.
 
         `scheduler_output` is None between steps, which leave no such states.
         """
         return self._states.saving(scheduler_output)
+
+    @property
+    def requests_with_states(self) -> Collection[str]:
+        """The requests with offered states in this step."""
+        return self._states.requests
+
+    def offered_states(self, request_id: str) -> Sequence[LooseBlock]:
+        """The states that the step leaves at ends of blocks; none outside of `saving`."""
+        return self._states.offered(request_id)
 
     # Queues
 

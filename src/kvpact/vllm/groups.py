@@ -62,8 +62,8 @@ UNSERVED = {
 
 
 STATES_AND_DRAFTS = (
-    "the model has state-space layers, and with speculative decoding vLLM does not say which block holds the state of "
-    "which token: leave --speculative-config out"
+    "the model has state-space layers, and with speculative decoding pipeline stages before the last put no state into "
+    "its block by the time it is saved: leave --pipeline-parallel-size or --speculative-config out"
 )
 STATES_IN_MODE = (
     'the model keeps its states in mode "{}", where no block holds the state at its end: add --enable-prefix-caching '
@@ -108,11 +108,17 @@ def engine_groups(vllm_config: Any, kv_cache_config: Any) -> EngineGroups:
         _group(one, own, drops_last=number in dropping)
         for number, (one, own) in enumerate(zip(members, specs, strict=True))
     )
-    if any(group.kind is GroupKind.STATE for group in groups) and vllm_config.speculative_config is not None:
-        raise ConfigError(STATES_AND_DRAFTS)
+    if any(group.kind is GroupKind.STATE for group in groups):
+        refuse_states(vllm_config)
     layers = tuple(tuple(one.layer_names) for one in members)
     found = EngineGroups(GroupSet(groups, hit_alignment(kv_cache_config)), layers)
     return replace(found, unserved=_why_unserved(vllm_config.model_config, found))
+
+
+def refuse_states(vllm_config: Any) -> None:
+    """Raise ConfigError for a model with states whose blocks do not have them in time."""
+    if vllm_config.speculative_config is not None and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError(STATES_AND_DRAFTS)
 
 
 def _why_unserved(model: Any, groups: EngineGroups) -> str:

@@ -67,7 +67,7 @@ def _tell_spec(module: Any) -> None:
 
 
 def _keep_engine(module: Any) -> None:
-    """Have a spec's configuration keep the engine's, in which alone the weights are named."""
+    """Have a spec's configuration keep the engine's, in which alone weights and bytes of states are named."""
     with suppress(AttributeError):  # this release makes it elsewhere
         build = module.build_offloading_config
         if build.__module__ != __name__:
@@ -75,12 +75,14 @@ def _keep_engine(module: Any) -> None:
 
 
 def _keeping(build: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's function that makes a spec's configuration, which then has the engine's as `kvpact_engine`."""
+    """vLLM's function that makes a spec's configuration, which then has the engine's as `kvpact_engine`, and that of
+    its KV cache as `kvpact_kv_cache`."""
 
-    def build_and_keep(vllm_config: Any, *others: Any) -> Any:
-        config = build(vllm_config, *others)
+    def build_and_keep(vllm_config: Any, kv_cache_config: Any) -> Any:
+        config = build(vllm_config, kv_cache_config)
         with suppress(AttributeError):
             object.__setattr__(config, "kvpact_engine", vllm_config)  # it is frozen
+            object.__setattr__(config, "kvpact_kv_cache", kv_cache_config)
         return config
 
     return build_and_keep

@@ -49,6 +49,7 @@ def _choose_platform() -> None:
 
 _choose_platform()
 
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 HEADS = 2
 """KV heads of the simulated model; divided over the ranks."""
 HEAD_SIZE = 16
@@ -112,6 +113,12 @@ class EngineSettings:
     """Schedule a step before the output of the last one is known, as GPU engines do."""
     draft_tokens: int = 0
     """Tokens that a draft model adds to each decode step."""
+    accepted_drafts: int = 0
+    """Percent of the drafts that are what the model samples."""
+    draft_method: str = "ngram"
+    """vLLM's name for what makes the drafts, "ngram" or "mtp"."""
+    runner: int = 1
+    """Which of vLLM's model runners is played: see `runners.py`."""
     adapters: int = 0
     """LoRA adapters that run at once; 0 turns LoRA off."""
     failure_policy: str = "recompute"
@@ -230,7 +237,7 @@ def _draft_config(settings: EngineSettings) -> Any:
         return None
     from vllm.config import ParallelConfig, SpeculativeConfig
 
-    return SpeculativeConfig(
+    speculative = SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=settings.draft_tokens,
         prompt_lookup_max=2,
@@ -238,6 +245,21 @@ def _draft_config(settings: EngineSettings) -> Any:
         target_model_config=_model_of(settings),
         target_parallel_config=ParallelConfig(),
     )
+    speculative.method = settings.draft_method  # its own check would want a draft module's weights
+    return speculative
+
+
+@contextmanager
+def runs_runner(number: int) -> Iterator[None]:
+    """Within, vLLM's configurations say that the engine runs its first or second model runner."""
+    before = os.environ.get(RUNNER_VARIABLE)
+    os.environ[RUNNER_VARIABLE] = str(number - 1)
+    try:
+        yield
+    finally:
+        del os.environ[RUNNER_VARIABLE]
+        if before is not None:
+            os.environ[RUNNER_VARIABLE] = before
 
 
 def make_kv_cache_config(settings: EngineSettings, worker: int | None = None) -> Any:

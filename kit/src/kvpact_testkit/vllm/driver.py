@@ -31,6 +31,7 @@ from kvpact_testkit.vllm.scenarios_loads import LOADS
 from kvpact_testkit.vllm.scenarios_models import MODEL_SCENARIOS
 from kvpact_testkit.vllm.scenarios_promises import PROMISES
 from kvpact_testkit.vllm.scenarios_ranks import RANKS
+from kvpact_testkit.vllm.scenarios_states import STATES_WITH_DRAFTS
 
 SCENARIOS = (*PROMISES, *EXITS, *LOADS, *RANKS, *WALKS, *CONTEXTS)
 """All scenarios, in the order in which they run."""
@@ -61,12 +62,13 @@ class VllmDriver:
         self.subject = ConnectorUnderTest(module, name, config or {}, adapter, timeout, scheduler)
 
     def scenarios(self, names: Sequence[str] | None = None) -> list[Scenario]:
-        """All scenarios of models with one KV cache group, or those of these names, also of `GROUPS` and
-        `DIVERGENT` and `MODEL_SCENARIOS`.
+        """All scenarios of models with one KV cache group, or those of these names, also of `GROUPS`,
+        `DIVERGENT`, `MODEL_SCENARIOS` and `STATES_WITH_DRAFTS`.
 
         Raises KeyError for an unknown one.
         """
-        by_name = {scenario.name: scenario for scenario in (*SCENARIOS, *GROUPS, *DIVERGENT, *MODEL_SCENARIOS)}
+        named = (*SCENARIOS, *GROUPS, *DIVERGENT, *MODEL_SCENARIOS, *STATES_WITH_DRAFTS)
+        by_name = {scenario.name: scenario for scenario in named}
         return list(SCENARIOS) if names is None else [by_name[name] for name in names]
 
     def run(self, names: Sequence[str] | None = None) -> ConformanceReport:

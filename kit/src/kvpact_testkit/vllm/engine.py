@@ -18,7 +18,7 @@ from kvpact_testkit.vllm import compat
 from kvpact_testkit.vllm.compat import EngineSettings, RequestSettings
 from kvpact_testkit.vllm.model_groups import group_of_layers, groups_of
 from kvpact_testkit.vllm.observed import Observed
-from kvpact_testkit.vllm.oracle import VOCABULARY, TokenChain, continuation
+from kvpact_testkit.vllm.oracle import TokenChain, continuation
 from kvpact_testkit.vllm.rank import Rank
 from kvpact_testkit.vllm.rank_group import CollectiveNotPossible
 
@@ -53,9 +53,10 @@ class VllmEngine:
         self._closed = False
         vllm_config = compat.make_vllm_config(settings, transfer)
         kv_cache_config = compat.make_kv_cache_config(settings)
-        # Workers come up before the scheduler does.
-        self.ranks = [Rank(settings, vllm_config, worker) for worker in range(settings.workers)]
-        self.scheduler = compat.make_scheduler(settings, vllm_config, kv_cache_config)
+        with compat.runs_runner(settings.runner):
+            # Workers come up before the scheduler does.
+            self.ranks = [Rank(settings, vllm_config, worker) for worker in range(settings.workers)]
+            self.scheduler = compat.make_scheduler(settings, vllm_config, kv_cache_config)
         self.connector = self.scheduler.connector
         compat.shake_hands(settings, self.connector, [rank.connector for rank in self.ranks])
         self._aggregator = compat.make_aggregator(self.connector, settings.workers)
@@ -100,21 +101,31 @@ class VllmEngine:
         output = self._guarded("schedule", lambda: self.scheduler.schedule(throttle_prefills))
         self.observed.preemptions += len(output.preempted_req_ids or ())
         answer = self._guarded("execute_model", lambda: self._execute(output))
+        self._judge_offers()
         self._in_flight.append((output, answer))
-        if self.settings.draft_tokens:
+        if self.settings.draft_tokens and not self.settings.overlap:  # else the workers keep them
             self._draft(output)
         computing = int(self.settings.overlap and output.total_num_scheduled_tokens > 0)
         while len(self._in_flight) > computing:
             self._take_output()
         return int(output.total_num_scheduled_tokens)
 
+    def _judge_offers(self) -> None:
+        """Compare the states that vLLM offered in this step, now that it has ended, with what they must be."""
+        for request_id, group, block, tokens in self.observed.offered:
+            for rank in self.ranks:
+                digests = rank.known[request_id].digests(0, tokens)
+                if len(digests) < tokens or (fault := rank.state_fault(group, block, digests)):
+                    where = f"block {block} is offered as the state of {request_id} at {tokens} tokens"
+                    found = fault if len(digests) == tokens else f"of which there are {len(digests)}"
+                    self.observed.wrong_offers.append(f"{where}, {found}")
+
     def _draft(self, output: Any) -> None:
-        """A draft model's tokens for the next step, none of which will be accepted."""
+        """The workers' drafts for the next step."""
         from vllm.v1.outputs import DraftTokenIds
 
         scheduled = list(output.num_scheduled_tokens)
-        guesses = [[VOCABULARY + 1] * self.settings.draft_tokens for _ in scheduled]
-        self._drafts = DraftTokenIds(scheduled, guesses)
+        self._drafts = DraftTokenIds(scheduled, [self.ranks[0].guesses(one) for one in scheduled])
 
     def _take_output(self) -> None:
         output, answer = self._in_flight.popleft()
@@ -273,7 +284,9 @@ class VllmEngine:
     def _content_fault(self, block_id: int, digests: Digests, number: int) -> str:
         """Describe how `block_id` differs from a group's block that ends with these tokens; "" if it does not."""
         group, numbers = groups_of(self.settings)[number], group_of_layers(self.settings)
-        digests = digests[-1 if group.kind is GroupKind.STATE else -group.block_size :]
+        if group.kind is GroupKind.STATE:
+            return next(filter(None, (rank.state_fault(number, block_id, digests) for rank in self.ranks)), "")
+        digests = digests[-group.block_size :]
         for rank in self.ranks:
             for layer in (name for name in rank.layers if numbers[name] == number):
                 if (offset := rank.memory.first_wrong([block_id], digests, layer)) is not None:
@@ -289,6 +302,8 @@ class VllmEngine:
             answer = rank.execute(output, self._identities)
             answer.kv_connector_output = self._delayed(rank.rank, answer.kv_connector_output)
             answers.append(answer)
+        self.observed.drafted += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        self.observed.accepted += sum(max(0, len(tokens) - 1) for tokens in answers[0].sampled_token_ids)
         answer = self._aggregator.aggregate(answers)
         words = answer.kv_connector_output
         if words is not None:

@@ -223,7 +223,7 @@ class Harness:
         self.finish(engine)
         drained = engine.drain(self.subject.timeout)
         published = [Violation("P8", what) for what in engine.wrong_published()]
-        found = [*self._promises(engine), *self.reads(engine), *published, *self.answers(engine)]
+        found = [*self._promises(engine), *self.reads(engine), *self.offers(engine), *published, *self.answers(engine)]
         self.violations += _first_of_each([*found, *self._lasting(engine, drained)])
 
     @property
@@ -265,6 +265,10 @@ class Harness:
             whole = engine.observed.finished.get(request_id) == "length"
             if got != (wanted if whole else wanted[: len(got)]):
                 yield Violation("P9", f"the user of {request_id} gets other tokens than without a cache")
+
+    def offers(self, engine: VllmEngine) -> Iterator[Violation]:
+        """States that vLLM's scheduler offered in blocks that do not hold them."""
+        yield from (Violation("P2", what) for what in engine.observed.wrong_offers)
 
     def reads(self, engine: VllmEngine) -> Iterator[Violation]:
         """Wrong slots that attention has read, at most one per request."""

@@ -50,9 +50,13 @@ def group_config(settings: Any, members: Sequence[tuple[LayerGroup, list[str]]])
                 return vllm.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=group.span)
             case GroupKind.STATE:
                 states = {"shapes": ((size, heads, 2 * settings.head_size),), "dtypes": (torch.float16,)}
+                states["num_speculative_blocks"] = settings.draft_tokens
                 return vllm.MambaSpec(block_size=size, **states, mamba_cache_mode="align")
 
-    groups = [vllm.KVCacheGroupSpec(names, spec(group)) for group, names in members]
+    def drafts(group: LayerGroup) -> bool:
+        return settings.draft_tokens > 0 and settings.draft_method == "mtp" and group.kind is GroupKind.FULL
+
+    groups = [vllm.KVCacheGroupSpec(names, spec(group), is_eagle_group=drafts(group)) for group, names in members]
     return vllm.KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 

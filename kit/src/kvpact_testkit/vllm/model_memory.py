@@ -15,6 +15,9 @@ from kvpact.identity.groups import GroupKind
 from kvpact_testkit.vllm.oracle import LayerMemory
 from kvpact_testkit.vllm.real_models import ModelPlan
 
+STATE_SLOTS = 8
+"""Slots of a state's block, of equally many bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
@@ -36,13 +39,13 @@ def lay_out(plan: ModelPlan, layout: str) -> ModelMemory:
 
 
 def _seen(tensor: Any, plan: ModelPlan, name: str) -> LayerMemory:
-    """The layer's places as the oracle numbers them: blocks, then tokens; a state is one token."""
+    """The layer's places as the oracle numbers them: blocks, then tokens; a state is cut into `STATE_SLOTS`."""
     import torch
 
     words = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int8).numpy()
     whole = words.view(f"u{words.itemsize}")
     if plan.groups[plan.group_of[name]].kind is GroupKind.STATE:
-        return LayerMemory(tensor, whole[:, None])
+        return LayerMemory(tensor, whole.reshape(len(whole), STATE_SLOTS, -1))
     return LayerMemory(tensor, whole if whole.ndim == 3 else whole.swapaxes(1, 2))
 
 

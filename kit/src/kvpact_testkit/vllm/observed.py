@@ -49,6 +49,16 @@ class Observed:
     finished: dict[str, str] = field(default_factory=dict)
     """Request -> vLLM's reason for its end."""
     wrong_slots: list[WrongSlot] = field(default_factory=list)
+    wrong_offers: list[str] = field(default_factory=list)
+    """Blocks that vLLM offered for the state at a boundary, and that did not hold it when the step had ended."""
+    offered: list[tuple[str, int, int, int]] = field(default_factory=list)
+    """What the last step offered of that: request, group, block, tokens."""
+    offers: int = 0
+    """How much all steps offered."""
+    drafted: int = 0
+    """Drafts that steps verified."""
+    accepted: int = 0
+    """How many of them were right."""
     preemptions: int = 0
     steps: int = 0
 
@@ -66,6 +76,7 @@ class Observed:
         Instead of a positive answer the scheduler gets `taken(request, answer)` tokens.
         """
         probe, commit = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+        plan = connector.build_connector_meta
         said: dict[str, tuple[int, str]] = {}
 
         @wraps(probe)
@@ -88,5 +99,14 @@ class Observed:
                 self.commits.append(Commit(self.steps, request.request_id, num_tokens, tuple(block_ids)))
             commit(request, blocks, num_tokens)
 
+        @wraps(plan)
+        def noted_plan(output: Any) -> Any:
+            state = output.kv_connector_block_state  # gone when the step begins
+            offered = state.boundary_state_offloads if state is not None else {}
+            self.offered = [(name, *one) for name, states in offered.items() for one in states]
+            self.offers += len(self.offered)
+            return plan(output)
+
+        connector.build_connector_meta = noted_plan
         connector.get_num_new_matched_tokens = noted_probe
         connector.update_state_after_alloc = noted_commit

@@ -125,6 +125,17 @@ class OracleMemory:
         right = _equal(self._layers[layer].place[where], self._rows(digests, layer))
         return None if right.all() else start + int(np.argmin(right))
 
+    def copy_state(self, source: int, behind_it: int, target: int, behind: int, windows: int, layer: str) -> None:
+        """Copy a state behind `behind` accepted drafts to block `target`: of `source` the windows, in its first slots,
+        as far as they go, of `behind_it` the rest."""
+        place = self._layers[layer].place
+        place[target, windows:] = place[behind_it, windows:]
+        place[target, : windows - behind] = place[source, behind:windows].copy()
+
+    def block_size(self, layer: str) -> int:
+        """Slots of a block."""
+        return self._layers[layer].block_size
+
     def describe(self, block_id: int, offset: int, layer: str, chains: Iterator[tuple[str, TokenChain]]) -> str:
         """Describe the content of one slot: nothing, a token of one of `chains`, or unknown bytes."""
         found = self._layers[layer].place[block_id, offset]

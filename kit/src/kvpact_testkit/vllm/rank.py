@@ -1,16 +1,15 @@
 """One rank without a model: vLLM's own connector calls around a forward pass that only reads and writes digests.
 
 Owns a model runner's state of each request and its KV memory. vLLM's own runner mixin and its decorator of attention
-layers make the connector's calls, so that their order is vLLM's.
+layers make the connector's calls, so that their order is vLLM's. A state-space layer's block has the window of a
+convolution in its first slots, one for each accepted draft it may be read behind, and the state in all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from kvpact.identity.groups import GroupKind
@@ -22,9 +21,12 @@ from kvpact_testkit.vllm.compat import (
     make_worker_connector,
     step_hook_of,
 )
+from kvpact_testkit.vllm.drafts import Drafter, known
 from kvpact_testkit.vllm.model_groups import group_of_layers, groups_of, layers_of_worker, plan_of
 from kvpact_testkit.vllm.model_memory import lay_out
 from kvpact_testkit.vllm.oracle import VOCABULARY, OracleMemory, PageShape, TokenChain, WrongSlot
+from kvpact_testkit.vllm.runners import RUNNERS, forward_context
+from kvpact_testkit.vllm.state_layers import RunningState
 
 
 @dataclass(slots=True)
@@ -36,6 +38,11 @@ class RankRequest:
     tables: list[list[int]]
     """Block ids, one table per KV cache group."""
     num_computed_tokens: int
+    state: RunningState
+    guesses: list[int] = field(default_factory=list)
+    """The worker's own drafts for the next step."""
+    drafts: list[int] = field(default_factory=list)
+    """The drafts that this step verifies."""
 
 
 class OracleAttention:
@@ -67,6 +74,8 @@ class Rank:
         self.layers = layers_of_worker(settings, rank)
         self._groups = group_of_layers(settings)
         self._kinds = groups_of(settings)
+        self._state_size = next((one.block_size for one in self._kinds if one.kind is GroupKind.STATE), 1)
+        self._drafter = Drafter(settings.draft_tokens, settings.accepted_drafts, settings.draft_method == "ngram")
         self.memory = self.new_memory()
         self.device = settings.device(rank) if settings.device is not None else None
         if self.device is not None and not self.device.checks_first:
@@ -92,7 +101,8 @@ class Rank:
         with self.acting():
             tensors = self.memory.tensors
             on_device = {name: OnDevice(tensor) if self.device else tensor for name, tensor in tensors.items()}
-            self.connector.register_kv_caches(on_device)
+            runner = RUNNERS[settings.runner]
+            self._runner = runner(self.connector, vllm_config, on_device, drafts=settings.draft_tokens > 0)
 
     def new_memory(self) -> OracleMemory:
         """KV memory, all zeros."""
@@ -117,9 +127,7 @@ class Rank:
 
     def execute(self, scheduler_output: Any, identities: dict[str, str]) -> Any:
         """One step: a `ModelRunnerOutput`. `identities` is what besides tokens decides each request's KV content."""
-        from vllm.forward_context import set_forward_context
         from vllm.v1.outputs import ModelRunnerOutput
-        from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Runner
 
         self._vllm_config.compilation_config.static_forward_context = self._layers()
         self.wrong = []
@@ -129,23 +137,40 @@ class Rank:
         scheduled = scheduler_output.num_scheduled_tokens
         with self.acting():
             if not self.mute:
-                self.connector.handle_preemptions(scheduler_output.kv_connector_metadata)
+                self._runner.before_update(scheduler_output)
             self._update_states(scheduler_output, identities)
             if not (self.mute or scheduled):
-                answer = Runner.kv_connector_no_forward(scheduler_output, self._vllm_config)
-                return ModelRunnerOutput([], {}, kv_connector_output=answer.kv_connector_output)
-            metadata = {layer: SimpleNamespace(slot_mapping=None) for layer in self.layers}
-            around = nullcontext() if self.mute else Runner.maybe_get_kv_connector_output(scheduler_output)
-            with set_forward_context(metadata, self._vllm_config, slot_mapping={}), around as connector_output:
-                for layer in self.layers:
-                    (self._attend if self.mute or layer in self._unhooked else self._attention)(scheduled, layer)
+                return ModelRunnerOutput([], {}, kv_connector_output=self._runner.no_forward(scheduler_output))
+            self._move_states(scheduled)
+            if self.mute:
+                with forward_context(self.layers, self._vllm_config):
+                    self._forward(scheduled)
+            else:
+                self._runner.forward(scheduler_output, self.layers, partial(self._forward, scheduled))
             if self.device is not None:
-                self.device.finish_computing()  # for the sampled tokens; the connector's hooks are over
+                self.device.finish_computing()  # for the sampled tokens
             sampled = [self._sample(request_id, count) for request_id, count in scheduled.items()]
+            if not self.mute:
+                self._runner.sampled(scheduler_output.finished_req_ids)
+            self._settle_states(scheduled, [len(tokens) for tokens in sampled])
+            for request_id in scheduled:
+                request = self.requests[request_id]
+                request.guesses = self._drafter.guess(request.chain)
+            connector_output = None if self.mute else self._runner.end(scheduler_output.finished_req_ids)
         places = {request_id: index for index, request_id in enumerate(scheduled)}
         return ModelRunnerOutput(
             list(scheduled), places, sampled_token_ids=sampled, kv_connector_output=connector_output
         )
+
+    def guesses(self, request_id: str) -> list[int]:
+        """The drafts for the request's next step."""
+        request = self.requests.get(request_id)
+        return list(request.guesses) if request is not None else []
+
+    def _forward(self, scheduled: dict[str, int]) -> None:
+        """All layers, in order."""
+        for layer in self.layers:
+            (self._attend if self.mute or layer in self._unhooked else self._attention)(scheduled, layer)
 
     def _layers(self) -> dict[str, OracleLayer]:
         return {layer: OracleLayer(tensor) for layer, tensor in self.memory.tensors.items()}
@@ -159,7 +184,10 @@ class Rank:
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             chain = TokenChain(identities[new.req_id], list(tokens))
             tables = [list(table) for table in new.block_ids]
-            self.requests[new.req_id] = RankRequest(chain, len(new.prompt_token_ids), tables, new.num_computed_tokens)
+            state = RunningState(self._state_size)
+            self.requests[new.req_id] = RankRequest(
+                chain, len(new.prompt_token_ids), tables, new.num_computed_tokens, state
+            )
             self.known[new.req_id] = chain
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -167,56 +195,118 @@ class Rank:
             del request.chain.tokens[request.num_prompt_tokens + cached.num_output_tokens[index] :]
             if request_id in cached.all_token_ids:
                 request.chain.tokens.extend(cached.all_token_ids[request_id][len(request.chain.tokens) :])
-            # A step that is planned before the last one's output counts draft tokens as accepted; none of them is.
+            # A step that is planned before the last one's output counts all draft tokens as accepted.
             request.num_computed_tokens = min(cached.num_computed_tokens[index], len(request.chain.tokens) - 1)
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 request.tables = [list(table) for table in new_blocks]
+                request.state = RunningState(self._state_size)
+                request.guesses = []
             elif new_blocks is not None:
                 for table, added in zip(request.tables, new_blocks, strict=True):
                     table.extend(added)
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            request.drafts = known(drafted.get(request_id, ()), request.guesses)
 
     def _attend(self, scheduled: dict[str, int], layer_name: str) -> None:
         """A layer's attention: at once, or when the device's computing stream gets there."""
+        self._on_device(partial(self._compute, scheduled, layer_name))
+
+    def _on_device(self, kernel: Callable[[], None]) -> None:
         if self.device is None:
-            self._compute(scheduled, layer_name)
+            kernel()
         else:
-            self.device.driver.launch(partial(self._compute, scheduled, layer_name))
+            self.device.driver.launch(kernel)
 
     def _compute(self, scheduled: dict[str, int], layer_name: str) -> None:
-        """Read what the layer reads of the computed tokens, write for the tokens that are scheduled."""
+        """Read what the layer reads of the computed tokens, write for the tokens and drafts that are scheduled."""
         number = self._groups[layer_name]
         group = self._kinds[number]
         for request_id, count in scheduled.items():
             request = self.requests[request_id]
             computed = request.num_computed_tokens
-            # Draft tokens have no digest: nothing is written for them, and none of them is ever accepted.
-            known = min(computed + count, len(request.chain.tokens))
-            table, digests = request.tables[number], self._digests_of(request_id, known)
+            table, digests = request.tables[number], self._digests_of(request_id, computed + count)
             if group.kind is GroupKind.STATE:
-                self._advance_state(request_id, table, digests, group.block_size, layer_name)
+                self._advance_state(request_id, table, digests, layer_name)
                 continue
             first = group.first_read(computed)
             self._check(request_id, table, digests[first:computed], layer_name, first)
             self.memory.write(table, computed, digests[computed:], layer_name)
 
-    def _digests_of(self, request_id: str, known: int) -> Digests:
-        """Return digests of the request's first `known` tokens; they are the same for all layers of a step."""
+    def _digests_of(self, request_id: str, num_tokens: int) -> Digests:
+        """Return digests of the request's first tokens and the step's drafts; they are the same for all layers."""
         digests = self._digests.get(request_id)
-        if digests is None or len(digests) != known:
-            digests = self._digests[request_id] = self.requests[request_id].chain.digests(0, known)
+        if digests is None:
+            request = self.requests[request_id]
+            known = TokenChain(request.chain.identity, request.chain.tokens + request.drafts)
+            digests = self._digests[request_id] = known.digests(0, num_tokens)
         return digests
 
-    def _advance_state(
-        self, request_id: str, table: Sequence[int], digests: Digests, size: int, layer_name: str
-    ) -> None:
-        """Read the state of the computed tokens and write that of the known ones, each in the block that they end."""
-        computed, known = self.requests[request_id].num_computed_tokens, len(digests)
+    # States
+
+    def _advance_state(self, request_id: str, table: Sequence[int], digests: Digests, layer_name: str) -> None:
+        """Read the state of the computed tokens and write those behind the known ones and behind each draft."""
+        request = self.requests[request_id]
+        computed, state = request.num_computed_tokens, request.state
+        assert state.column is not None
+        windows, slots = self._state_slots(layer_name)
+        column, behind = state.column, state.accepted - 1
         if computed:
-            where = [table[(computed - 1) // size]]
-            self._check(request_id, where, digests[computed - 1 : computed], layer_name, 0)
-        where = [table[(known - 1) // size]]
-        self.memory.write(where, 0, digests[known - 1 :], layer_name)
+            right = digests[computed - 1 : computed]
+            self._check_state(request_id, table[column], right, layer_name, behind)
+            self._check_state(request_id, table[column + behind], right.repeat(slots - windows), layer_name, windows)
+        running = len(digests) - len(request.drafts)
+        self.memory.write([table[column]], 0, digests[running - 1 :][:windows], layer_name)
+        for place, digest in enumerate(digests[running - 1 :]):
+            self.memory.write([table[column + place]], windows, digest.repeat(slots - windows), layer_name)
+
+    def _state_slots(self, layer_name: str) -> tuple[int, int]:
+        """Slots of a state's block: those of windows, and all."""
+        slots = self.memory.block_size(layer_name)
+        return min(1 + self.settings.draft_tokens, slots - 1), slots
+
+    def _move_states(self, scheduled: dict[str, int]) -> None:
+        """Before a forward pass, as vLLM does it."""
+        for request_id, count in scheduled.items():
+            request = self.requests[request_id]
+            request.state.before(request.num_computed_tokens, count, partial(self._copy_state, request))
+
+    def _settle_states(self, scheduled: dict[str, int], sampled: Sequence[int]) -> None:
+        """After sampling, as vLLM does it."""
+        for (request_id, count), tokens in zip(scheduled.items(), sampled, strict=True):
+            request = self.requests[request_id]
+            running = request.num_computed_tokens + count - len(request.drafts)
+            request.state.after(running, tokens, partial(self._copy_state, request))
+
+    def _copy_state(self, request: RankRequest, source: int, behind: int, target: int) -> None:
+        for layer in self.layers:
+            number = self._groups[layer]
+            if self._kinds[number].kind is GroupKind.STATE:
+                table, (windows, _) = request.tables[number], self._state_slots(layer)
+                places = (table[source], table[source + behind], table[target])
+                self._on_device(partial(self.memory.copy_state, *places, behind, windows, layer))
+
+    def state_fault(self, group: int, block_id: int, digests: Digests) -> str:
+        """Describe how a block of a group of states differs from the state after these tokens; "" if it does not."""
+        for layer in self.layers:
+            if self._groups[layer] != group:
+                continue
+            windows, slots = self._state_slots(layer)
+            for slot in (0, *range(windows, slots)):
+                if self.memory.first_wrong([block_id], digests[-1:], layer, slot) is not None:
+                    found = self.memory.describe(block_id, slot, layer, iter(self.known.items()))
+                    return f"but its slot {slot} holds ({layer}, rank {self.rank}) {found}"
+        return ""
+
+    def _check_state(self, request_id: str, block_id: int, digests: Digests, layer_name: str, slot: int) -> None:
+        """Note the first slot from `slot` on of a state's block that does not hold what it should."""
+        wrong = self.memory.first_wrong([block_id], digests, layer_name, slot)
+        if wrong is not None:
+            found = self.memory.describe(block_id, wrong, layer_name, iter(self.known.items()))
+            computed = self.requests[request_id].num_computed_tokens
+            self.wrong.append(WrongSlot(request_id, computed - 1, block_id, layer_name, self.rank, found))
 
     def _check(self, request_id: str, table: Sequence[int], digests: Digests, layer_name: str, start: int) -> None:
         """Note the first slot from `start` on that does not hold what it should."""
@@ -228,12 +318,20 @@ class Rank:
             self.wrong.append(WrongSlot(request_id, wrong, block_id, layer_name, self.rank, found))
 
     def _sample(self, request_id: str, count: int) -> list[int]:
-        """The next token if this step computed the last known one; a wrong one if attention read wrong slots."""
+        """The tokens that this step samples: all accepted drafts, and one more.
+
+        None if it did not compute the last known token; a wrong one if attention read wrong slots.
+        """
         request = self.requests[request_id]
-        if request.num_computed_tokens + count < len(request.chain.tokens):
+        if request.num_computed_tokens + count - len(request.drafts) < len(request.chain.tokens):
             return []
-        token = request.chain.next_token()
-        if any(slot.request_id == request_id for slot in self.wrong):
-            token = (token + 1) % VOCABULARY
-        request.chain.tokens.append(token)
-        return [token]
+        sampled: list[int] = []
+        for draft in (*request.drafts, None):
+            token = request.chain.next_token()
+            if any(slot.request_id == request_id for slot in self.wrong):
+                token = (token + 1) % VOCABULARY
+            request.chain.tokens.append(token)
+            sampled.append(token)
+            if token != draft:
+                break
+        return sampled

@@ -6,14 +6,14 @@ Applies `identity/groups.py`. Owns which of the engine's blocks are null blocks;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvpact.cache.needs.owed import Computed
 from kvpact.cache.needs.runs import NAMES, Run, runs_of
 from kvpact.contract import BlockHolder, SchedulerContext
-from kvpact.identity.groups import GroupKind, GroupSet
+from kvpact.identity.groups import GroupKind, GroupSet, LooseBlock, OffersStates
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import BlockTags, Tag
 from kvpact.ranges import BlockRange
@@ -64,6 +64,9 @@ class EngineGroups:
     names_first: bool = field(init=False)
     """True if the engine's first table is the chain's."""
     _context: SchedulerContext | None = field(default=None, init=False)
+    _offers: OffersStates | None = field(default=None, init=False)
+    _states: Sequence[int] = field(init=False)
+    """Numbers of the groups of states."""
     _is_null: dict[int, bool] = field(default_factory=dict, init=False)
     """The engine's block -> whether it is a null block, which it stays. A pool bounds how many there are."""
 
@@ -73,7 +76,8 @@ class EngineGroups:
         self.alignment = groups.alignment
         self.match_rows = groups.alignment // groups.block_size
         self.smallest_block = min(group.block_size for group in groups.groups)
-        self.has_states = any(group.kind is GroupKind.STATE for group in groups.groups)
+        self._states = [number for number, group in enumerate(groups.groups) if group.kind is GroupKind.STATE]
+        self.has_states = bool(self._states)
         self.shows_all = not groups.sides
         self.names_first = groups.chain == 0
         self.chain_class = self.class_of(groups.chain) if groups.chain is not None else len(self.class_bytes)
@@ -82,6 +86,7 @@ class EngineGroups:
     def bind(self, context: BlockHolder) -> None:
         """The engine offers its block tables."""
         self._context = context if isinstance(context, SchedulerContext) else None
+        self._offers = context if isinstance(context, OffersStates) else None
         self._is_null.clear()
         self.shows_all = self._context is not None or not self.groups.sides
 
@@ -145,14 +150,18 @@ class EngineGroups:
         return found
 
     def tables_of_step(
-        self, request_id: str, block_ids: Callable[[], Sequence[int]], before: int, computed: int
-    ) -> tuple[Tables | None, Sequence[int]]:
-        """The engine's blocks of a request, and those that tokens [before, computed) fill, as of `filled`; None and
-        none where these tokens end no block of any group."""
-        if before // self.smallest_block >= computed // self.smallest_block:
-            return None, ()
+        self, request_id: str, block_ids: Callable[[], Sequence[int]], before: int, computed: int, known: int
+    ) -> tuple[Tables | None, Sequence[int], Sequence[LooseBlock]]:
+        """The engine's blocks of a request, those that tokens [before, computed) fill, as of `filled`, and loose blocks
+        that the engine offers now; None and none where these tokens end no block of any group, and none is offered.
+
+        So many of the request's tokens are `known`.
+        """
+        offered = self._offered(request_id, block_ids, min(computed, known)) if self._states else ()
+        if before // self.smallest_block >= computed // self.smallest_block and not offered:
+            return None, (), ()
         tables = self.tables(request_id, block_ids)
-        return tables, self.filled(tables, before, computed)
+        return tables, self.filled(tables, before, computed), offered
 
     def filled(self, tables: Tables, before: int, computed: int) -> list[int]:
         """The engine's blocks of all groups that tokens [before, computed) fill, with the blocks they end in."""
@@ -185,14 +194,14 @@ class EngineGroups:
 
     def worth_saving(
         self, tables: Tables, rows: range, computed: int, known: int, branches: Sequence[int]
-    ) -> tuple[Sequence[int], Sequence[tuple[int, int, int]]]:
+    ) -> tuple[Sequence[int], Sequence[LooseBlock]]:
         """The engine's blocks of the chain's rows, none if these have no bytes; and the loose blocks that later
         requests may need, of those attached to these `rows`: group, block, engine's block.
 
         Of the request's `known` tokens so many are `computed`; others may go on from it after `branches`.
         """
         groups = self.groups
-        found = list[tuple[int, int, int]]()
+        found = list[LooseBlock]()
         computed = min(computed, known)
         for number in groups.sides:
             size = groups.groups[number].block_size
@@ -200,12 +209,30 @@ class EngineGroups:
             new = range(rows.start * groups.block_size // size, min(computed // size, len(table)))
             found += [
                 (number, block, table[block])
-                for block in groups.worth_saving(number, new, computed, known, branches)
+                for block in groups.worth_saving(number, new, known, branches)
                 if groups.row_of(number, block) < rows.stop and not self.is_null(table[block])
             ]
         return tables[groups.chain] if groups.chain is not None else (), found
 
-    def attached_to(self, loose: Sequence[tuple[int, int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
+    def _offered(self, request_id: str, block_ids: Callable[[], Sequence[int]], computed: int) -> Sequence[LooseBlock]:
+        if self._offers is not None:
+            return self._offers.offered_states(request_id)
+        sizes = {number: self.groups.groups[number].block_size for number in self._states}
+        ends = {number: computed // size - 1 for number, size in sizes.items() if computed and not computed % size}
+        tables = self.tables(request_id, block_ids) if self._context is not None and ends else ()
+        found = [(number, block, tables[number][block : block + 1]) for number, block in ends.items() if tables]
+        return [(number, block, each) for number, block, ids in found for each in ids if not self.is_null(each)]
+
+    def waiting_requests(self) -> Collection[str]:
+        """Requests that the engine has not admitted, or has preempted."""
+        return self._context.waiting_requests() if self._context is not None else ()
+
+    def rows_of(self, loose: Sequence[LooseBlock]) -> range:
+        """The rows from the first to the last to which one of these loose blocks is attached; one at least."""
+        rows = [self.groups.row_of(number, block) for number, block, _ in loose]
+        return range(min(rows), max(rows) + 1)
+
+    def attached_to(self, loose: Sequence[LooseBlock], start: int, end: int) -> list[LooseBlock]:
         """Return those of loose blocks that are attached to rows [start, end)."""
         return [each for each in loose if start <= self.groups.row_of(each[0], each[1]) < end]
 

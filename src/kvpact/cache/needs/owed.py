@@ -61,6 +61,8 @@ class Computed:
     sound: int = 0
     """Rows that are known to have the tag."""
     is_held: bool = False
+    hashes: Sequence[bytes | None] = ()
+    """The engine's names of the loose blocks as they were; a block with another name by now holds something else."""
 
     @property
     def loose_ids(self) -> list[int]:

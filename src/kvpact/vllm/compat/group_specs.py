@@ -22,10 +22,15 @@ CONTENT = (
 """Fields of specifications that decide what a block's bytes mean. What is left out places pages in memory, counts
 blocks, or sets when they are freed."""
 
+DRAFTS = "num_speculative_blocks"
+"""Field of a state's specification: the drafts of a step, whose inputs the state has room for. 0 counts as none."""
+
 
 def content_of(spec: Any) -> dict[str, str]:
-    """Return the fields of `CONTENT` that a specification has, with their values."""
-    return {name: str(value) for name in CONTENT if (value := getattr(spec, name, None)) is not None}
+    """Return the fields of `CONTENT` that a specification has, and its `DRAFTS`, with their values."""
+    found = {name: str(value) for name in CONTENT if (value := getattr(spec, name, None)) is not None}
+    drafts = getattr(spec, DRAFTS, 0)
+    return {**found, DRAFTS: str(drafts)} if drafts else found
 
 
 def layer_specs(spec: Any) -> Sequence[Any]:

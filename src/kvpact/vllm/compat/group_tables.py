@@ -5,56 +5,60 @@ vLLM offers these blocks by name (`boundary_state_offloads`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvpact.identity.groups import GroupKind, GroupSet
+from kvpact.identity.groups import GroupKind, GroupSet, LooseBlock
 
 
 class StateBlocks:
-    """A request's block tables as a cache may save from them. Other groups than those of states are shown as they are.
+    """A request's block tables as a cache may save from them, and the states that it may save.
 
-    vLLM writes a request's running state in place, moves scratch blocks, and leaves out blocks: a block of the table is
-    the state at that block's end only where a step stopped there.
+    vLLM writes a request's running state in place, moves scratch blocks, and leaves out blocks: its tables do not say
+    which block has the state at its end. Other groups than those of states are shown as they are.
     """
 
     def __init__(self, groups: GroupSet | None, null_block: int) -> None:
         members = enumerate(groups.groups) if groups is not None else ()
         self._sizes = {number: group.block_size for number, group in members if group.kind is GroupKind.STATE}
         self._null_block = null_block
-        self._kept: dict[str, dict[int, dict[int, int]]] | None = None
-        """While saving: request -> group -> place in the table -> block."""
+        self._offered: dict[str, list[LooseBlock]] | None = None
+        """While saving: request -> group, block of the group, vLLM's block."""
 
     def shown(self, request_id: str, tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """The tables of a request."""
-        shown = tuple(tuple(table) for table in tables)
-        if self._kept is None or not self._sizes:
-            return shown
-        kept = self._kept.get(request_id, {})
+        """The tables of a request; without states while saving."""
+        hidden = self._sizes if self._offered is not None else ()
         return tuple(
-            tuple(kept.get(number, {}).get(place, self._null_block) for place in range(len(table)))
-            if number in self._sizes
-            else table
-            for number, table in enumerate(shown)
+            (self._null_block,) * len(table) if number in hidden else tuple(table)
+            for number, table in enumerate(tables)
         )
+
+    @property
+    def requests(self) -> Collection[str]:
+        """Requests with offered states."""
+        return self._offered or ()
+
+    def offered(self, request_id: str) -> Sequence[LooseBlock]:
+        """The states of a request that the step leaves at ends of blocks: group, its block, vLLM's block."""
+        return (self._offered or {}).get(request_id, ())
 
     @contextmanager
     def saving(self, scheduler_output: Any) -> Iterator[None]:
-        """Within, only the states that this step leaves at the end of blocks are shown; none without a step (None)."""
+        """Within, the states that this step leaves at the end of blocks are offered; none without a step (None)."""
         if self._sizes:
-            self._kept = self._find(scheduler_output)
+            self._offered = self._find(scheduler_output)
         try:
             yield
         finally:
-            self._kept = None
+            self._offered = None
 
-    def _find(self, scheduler_output: Any) -> dict[str, dict[int, dict[int, int]]]:
-        found: dict[str, dict[int, dict[int, int]]] = {}
+    def _find(self, scheduler_output: Any) -> dict[str, list[LooseBlock]]:
+        found: dict[str, list[LooseBlock]] = {}
         offered = scheduler_output.kv_connector_block_state if scheduler_output is not None else None
         for request_id, states in (offered.boundary_state_offloads if offered is not None else {}).items():
             for number, block, tokens in states:
                 size = self._sizes[number]
                 if tokens and tokens % size == 0:
-                    found.setdefault(request_id, {}).setdefault(number, {})[tokens // size - 1] = block
+                    found.setdefault(request_id, []).append((number, tokens // size - 1, block))
         return found

@@ -15,6 +15,7 @@ from blake3 import blake3
 from kvpact.config import KvpactConfig, load_config
 from kvpact.errors import ConfigError
 from kvpact.identity.keys import Namespace
+from kvpact.vllm.compat.group_specs import content_of, layer_specs
 from kvpact.vllm.identity import architecture_digest
 from kvpact.vllm.quantization import quantization
 from kvpact.vllm.worker_identity import machine
@@ -118,6 +119,8 @@ def offload_namespace(vllm_config: Any, spec: Any, row_bytes: int) -> Namespace:
     """Everything two engines must agree on to share chunks, except the weights.
 
     The scheduler's process sees no kernel and no layer: vLLM's release and its settings of attention stand for them.
+    Of its two claims that ranks' number decides nothing, that of the canonical layout is true; in the direct one each
+    rank's layers follow one another, so that other ranks would read other layers (H33).
     """
     import vllm
 
@@ -125,7 +128,12 @@ def offload_namespace(vllm_config: Any, spec: Any, row_bytes: int) -> Namespace:
     model = vllm_config.model_config
     parallel = config.parallel
     sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
-    groups = [[group.group_id, group.tokens_per_block, *group.layer_names] for group in config.groups]
+    members = config.kvpact_kv_cache.kv_cache_groups
+    of_any_size = config.canonical_layout and parallel.is_parallelism_agnostic
+    groups = [
+        [group.group_id, group.tokens_per_block, group.layer_names, _contents(members[group.group_id], of_any_size)]
+        for group in config.groups
+    ]
     return Namespace(
         {
             "engine": "vllm-offloading",
@@ -139,7 +147,7 @@ def offload_namespace(vllm_config: Any, spec: Any, row_bytes: int) -> Namespace:
             "kv_dtype": str(vllm_config.cache_config.cache_dtype),
             "quantization": quantization(vllm_config),
             "layout": f"{config.kv_cache_layout}{' canonical' * config.canonical_layout}",
-            "parallel": "any" if parallel.is_parallelism_agnostic else " ".join(map(str, sizes)),
+            "parallel": "any" if of_any_size else " ".join(map(str, sizes)),
             "copies": "one" if spec.replicated_layout else "each",
             "tokens_per_hash": str(config.cache.tokens_per_hash),
             "blocks_per_chunk": str(config.cache.blocks_per_chunk),
@@ -148,3 +156,11 @@ def offload_namespace(vllm_config: Any, spec: Any, row_bytes: int) -> Namespace:
         },
         str(model.served_model_name),
     )
+
+
+def _contents(group: Any, of_any_size: bool) -> list[dict[str, str]]:
+    """Content of a block of a group's layers, such as the shapes of states, which grow with the number of drafts;
+    without a rank's heads where ranks of any number share them."""
+    left_out = {"num_kv_heads"} if of_any_size else set()
+    found = [{"kind": type(spec).__name__, **content_of(spec)} for spec in layer_specs(group.kv_cache_spec)]
+    return [{name: value for name, value in one.items() if name not in left_out} for one in found]

@@ -1,0 +1,67 @@
+"""Models with states, and drafts of which all, some or none are accepted: every read finds the right state.
+
+The scenarios run by name only, such as "states[mtp-3-overlapping-runner 2]"; `STATES_WITH_DRAFTS` has them all.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from itertools import product
+from typing import Any
+
+from kvpact.identity.groups import GroupKind
+from kvpact_testkit.results import require
+from kvpact_testkit.vllm.harness import BLOCK, Harness
+from kvpact_testkit.vllm.model_groups import STATES, LayerGroup
+from kvpact_testkit.vllm.random_ops import act
+from kvpact_testkit.vllm.scenarios import Scenario
+
+THREE_KINDS = (LayerGroup(), LayerGroup(GroupKind.WINDOW, 2, 40), LayerGroup(GroupKind.STATE, 2))
+ACTIONS = 150
+PROTECTS = ("P1", "P2", "P8", "P9", "P11")
+
+
+def engines() -> dict[str, dict[str, Any]]:
+    """The engines by name: who drafts, how much, whether steps overlap, whose order of calls."""
+    found = {}
+    for method, drafts, overlap, runner in product(("mtp", "ngram"), (1, 3), (False, True), (1, 2)):
+        name = f"{method}-{drafts}-{'overlapping' if overlap else 'one by one'}-runner {runner}"
+        found[name] = {
+            "draft_method": method,
+            "draft_tokens": drafts,
+            "accepted_drafts": 60,
+            "overlap": overlap,
+            "runner": runner,
+            "groups": THREE_KINDS if drafts == 1 else STATES,
+            "num_blocks": 101,
+            "chunk": 5 * BLOCK,
+            "max_num_seqs": 4,
+        }
+    return found
+
+
+def walk(settings: dict[str, Any], actions: int, seed: int, harness: Harness) -> None:
+    """Arrivals, cancellations, resets, pauses, delays, preemptions at random, with drafts that are right at times."""
+    with harness.engine(**settings) as engine:
+        dice = random.Random(seed)
+        for _ in range(actions):
+            act(engine, dice.randrange(1, 2**32))
+        engine.pause(False)
+        harness.finish(engine)
+        harness.rest(engine)
+        observed = engine.observed
+        harness.notes.append(
+            f"{observed.steps} steps, {observed.accepted} of {observed.drafted} drafts accepted, "
+            f"{observed.offers} states offered, {observed.preemptions} preemptions"
+        )
+        require(0 < observed.accepted < observed.drafted, f"{harness.notes[-1]}: not some of them", "P9")
+        require(observed.offers > 0, "vLLM offers no state", "P9")
+
+
+def _scenario(name: str, settings: dict[str, Any]) -> Scenario:
+    meaning = " ".join((walk.__doc__ or "").split())
+    return Scenario(f"states[{name}]", PROTECTS, meaning, partial(walk, settings, ACTIONS, 1))
+
+
+STATES_WITH_DRAFTS = [_scenario(name, settings) for name, settings in engines().items()]
