@@ -11,7 +11,7 @@ from kvpact_testkit.results import Check, Verdict, as_text
 from kvpact_testkit.vllm.driver import VllmDriver
 from kvpact_testkit.vllm.oracle import OracleMemory
 from kvpact_testkit.vllm.releases import RELEASES, installed_release, run_on_release
-from kvpact_testkit.vllm.scenarios_states import STATES_WITH_DRAFTS
+from kvpact_testkit.vllm.scenarios_states import MODELS_WITH_DRAFTS, STATES_WITH_DRAFTS
 from kvpact_testkit.vllm.state_layers import RunningState
 
 QUIET = "quiet_connector:QuietConnector"
@@ -21,6 +21,7 @@ SMALL = {**OWN, "memory": "200KiB", "tiers": ["disk:///{folder}?capacity=1MiB"]}
 REFERENCE = {**OWN, "memory": "256KiB", "cache": "kvpact_testkit.vllm.reference:make"}
 NAMES = [scenario.name for scenario in STATES_WITH_DRAFTS]
 WALKS = [name for name in NAMES if name.startswith("states")]
+REAL = [scenario.name for scenario in MODELS_WITH_DRAFTS]
 ONE = "states[mtp-3-one by one-runner 1]"
 TURNS = ONE.replace("states", "turns")
 
@@ -54,6 +55,11 @@ def test_states_with_drafts_are_served(config: dict[str, Any]) -> None:
     assert sum(map(promises, report.checks)) > 0, as_text(report)
 
 
+def test_turns_of_real_models_are_served() -> None:
+    report = VllmDriver(PACT, {**OWN, "memory": "64MiB"}, timeout=60.0).run(REAL)
+    assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
+
+
 @pytest.mark.parametrize(
     "release",
     [
@@ -64,7 +70,7 @@ def test_states_with_drafts_are_served(config: dict[str, Any]) -> None:
 )
 @pytest.mark.timeout(900)
 def test_states_with_drafts_are_served_on_other_releases(release: str) -> None:
-    report = run_on_release(release, PACT, SMALL, NAMES)
+    report = run_on_release(release, PACT, {**SMALL, "memory": "64MiB"}, [*NAMES, *REAL])
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
     assert sum(map(promises, report.checks)) > 0, as_text(report)
 

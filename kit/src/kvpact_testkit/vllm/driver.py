@@ -31,7 +31,7 @@ from kvpact_testkit.vllm.scenarios_loads import LOADS
 from kvpact_testkit.vllm.scenarios_models import MODEL_SCENARIOS
 from kvpact_testkit.vllm.scenarios_promises import PROMISES
 from kvpact_testkit.vllm.scenarios_ranks import RANKS
-from kvpact_testkit.vllm.scenarios_states import STATES_WITH_DRAFTS
+from kvpact_testkit.vllm.scenarios_states import MODELS_WITH_DRAFTS, STATES_WITH_DRAFTS
 
 SCENARIOS = (*PROMISES, *EXITS, *LOADS, *RANKS, *WALKS, *CONTEXTS)
 """All scenarios, in the order in which they run."""
@@ -67,7 +67,7 @@ class VllmDriver:
 
         Raises KeyError for an unknown one.
         """
-        named = (*SCENARIOS, *GROUPS, *DIVERGENT, *MODEL_SCENARIOS, *STATES_WITH_DRAFTS)
+        named = (*SCENARIOS, *GROUPS, *DIVERGENT, *MODEL_SCENARIOS, *STATES_WITH_DRAFTS, *MODELS_WITH_DRAFTS)
         by_name = {scenario.name: scenario for scenario in named}
         return list(SCENARIOS) if names is None else [by_name[name] for name in names]
 

@@ -7,7 +7,7 @@ are the models' own. The groups and where they lie are the decision of vLLM's ow
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from math import ceil
@@ -46,11 +46,13 @@ class RealModel:
     """The window or the chunk."""
     states: tuple[tuple[int, ...], ...] = ()
     """The shapes of what a state-space layer keeps."""
+    drafts: int = 0
+    """Tokens that a draft module, the last layer, guesses in each step."""
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token in one layer."""
-        return 4 * self.heads * self.head_size
+        return (2 if "L" in self.layers else 4) * self.heads * self.head_size
 
     @property
     def state_bytes(self) -> int:
@@ -71,14 +73,14 @@ class RealModel:
     def scaled(self, scale: int) -> RealModel:
         """The model with heads and states that are smaller by `scale`, which must divide them."""
         states = tuple(_smaller(shape, scale) for shape in self.states)
-        return RealModel(
-            name=self.name,
-            layers=self.layers,
-            heads=self.heads,
-            head_size=self.head_size // scale,
-            span=self.span,
-            states=states,
-        )
+        return replace(self, head_size=self.head_size // scale, states=states)
+
+    def drafting(self, tokens: int) -> RealModel:
+        """The model with a module of attention that guesses so many tokens. The window of a convolution, the first of
+        the states, is longer by as many."""
+        (width, channels), *others = self.states
+        layers = self.layers + ("L" if "L" in self.layers else "F")
+        return replace(self, layers=layers, states=((width + tokens, channels), *others), drafts=tokens)
 
     def specs(self) -> dict[str, Any]:
         """Layer -> vLLM's specification, in forward order."""
@@ -108,6 +110,7 @@ class RealModel:
                     dtypes=(torch.bfloat16,) * len(self.states),
                     page_size_padded=self.block_size * self.token_bytes,
                     mamba_cache_mode="align",
+                    num_speculative_blocks=self.drafts,
                 )
         return vllm.FullAttentionSpec(**shape)
 
@@ -140,6 +143,19 @@ MODELS = {
     )
 }
 """By name; as frozen in tests/data/models, whole and on one rank."""
+
+DRAFTING = {
+    model.name: model.drafting(2)
+    for model in (
+        MODELS["qwen3-next"],
+        RealModel(name="qwen3.5-35b", layers="SSSF" * 10, heads=2, head_size=256, states=((3, 8192), (32, 128, 128))),
+        RealModel(name="nemotron-h-8b", layers="SSSSFSSSSSFSSSSSFSSSSSFSSSSS", heads=8, head_size=128,
+                  states=((3, 10240), (128, 64, 128))),
+        RealModel(name="kimi-linear", layers="SSSL" * 6 + "SSL", head_size=576, states=((3, 12288), (32, 128, 128))),
+        MODELS["jamba"],
+    )
+}  # fmt: skip
+"""By name, with a draft module, which Jamba does not have; states in elements of two bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +211,13 @@ def _plans() -> Any:
         return import_module("vllm.v1.core.kv_cache_utils")
 
 
+def _drafting(model: RealModel) -> Any:
+    """What vLLM's plans read of the configuration of drafts."""
+    if not model.drafts:
+        return None
+    return SimpleNamespace(method="mtp", use_eagle=lambda: True, use_eagle_block_drop=lambda: True)
+
+
 def _settings(model: RealModel, num_blocks: int, layout: str) -> Any:
     """What vLLM's plans read of its configuration, and nothing else."""
     return SimpleNamespace(
@@ -210,6 +233,6 @@ def _settings(model: RealModel, num_blocks: int, layout: str) -> Any:
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         attention_config=SimpleNamespace(hisparse_config=None),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
-        speculative_config=None,
+        speculative_config=_drafting(model),
         model_config=None,
     )

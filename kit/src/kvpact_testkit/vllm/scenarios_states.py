@@ -16,6 +16,7 @@ from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.harness import BLOCK, Harness, prompt
 from kvpact_testkit.vllm.model_groups import STATES, LayerGroup
 from kvpact_testkit.vllm.random_ops import act
+from kvpact_testkit.vllm.real_models import DRAFTING, SCALE, RealModel
 from kvpact_testkit.vllm.scenarios import Scenario
 
 THREE_KINDS = (LayerGroup(), LayerGroup(GroupKind.WINDOW, 2, 40), LayerGroup(GroupKind.STATE, 2))
@@ -101,4 +102,31 @@ def _scenarios(name: str, settings: dict[str, Any]) -> list[Scenario]:
     ]
 
 
+def turns_of_model(model: RealModel, harness: Harness) -> None:
+    """A real model's next turn goes on from a boundary inside an answer that was made with drafts, if it is offered."""
+    unit, served = model.block_size, 0
+    sizes = {"model": model, "block_size": unit, "num_blocks": 40 * (len(model.layers) // 4 + 1)}
+    drafts = {"draft_tokens": model.drafts, "accepted_drafts": 60, "draft_method": "mtp"}
+    with harness.engine(**sizes, **drafts, max_num_seqs=4) as engine:
+        for seed in range(1, 5):
+            before = engine.observed.offers
+            tokens = [position * 7 % 29_989 + seed for position in range(2 * unit - 20 - seed)]
+            harness.serve(engine, f"first {seed}", tokens, max_tokens=40)
+            offered, name = engine.observed.offers > before, f"turn {seed}"
+            harness.forget(engine)
+            harness.serve(engine, name, [*engine.said(f"first {seed}"), *prompt(7, 1)], max_tokens=8)
+            longest = max((probe.answer or 0 for probe in engine.observed.probes_of(name)), default=0)
+            wanted = 2 * unit if offered else 0
+            require(longest == wanted, f"{name} is promised {longest} tokens, and {wanted} were offered", "P9")
+            served += offered
+        harness.notes.append(f"{served} promises of 4, {engine.observed.accepted} drafts accepted")
+        observable_if(served and engine.observed.accepted, "vLLM offers no state inside of an answer")
+
+
+def _of_model(model: RealModel) -> Scenario:
+    meaning = " ".join((turns_of_model.__doc__ or "").split())
+    return Scenario(f"turns[{model.name}]", PROTECTS, meaning, partial(turns_of_model, model))
+
+
 STATES_WITH_DRAFTS = [one for name, settings in engines().items() for one in _scenarios(name, settings)]
+MODELS_WITH_DRAFTS = [_of_model(model.scaled(SCALE)) for model in DRAFTING.values()]
