@@ -113,7 +113,8 @@ class VllmEngine:
     def _judge_offers(self) -> None:
         """Compare the states that vLLM offered in this step, now that it has ended, with what they must be."""
         for request_id, group, block, tokens in self.observed.offered:
-            for rank in self.ranks:
+            # a load that has ended is offered, too, and its request may not have been in a step yet
+            for rank in (each for each in self.ranks if request_id in each.known):
                 digests = rank.known[request_id].digests(0, tokens)
                 if len(digests) < tokens or (fault := rank.state_fault(group, block, digests)):
                     where = f"block {block} is offered as the state of {request_id} at {tokens} tokens"
