@@ -6,8 +6,9 @@ counted in vLLM's own output, not in kvpact's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, repeat
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ class Offers:
     all: set[tuple[str, int]] = field(default_factory=set)
     """Request and tokens of each."""
     names: dict[str, BlockKeys] = field(default_factory=dict)
+    pauses: Iterator[bool] = field(default_factory=lambda: repeat(False))
+    """For each step whether it has room for no token."""
     most_held: int = 0
     """The most states of one request that were held at once."""
     held: set[tuple[str, int]] = field(default_factory=set)
@@ -57,6 +60,7 @@ class Offers:
     def run(self, *names: str) -> None:
         """Step until these requests have ended, and the cache is at rest."""
         for _ in range(2_000):
+            self.engine.scheduler.max_num_scheduled_tokens = 0 if next(self.pauses) else 2048
             self.engine.step()
             self.all |= {(name, tokens) for name, _, _, tokens in self.engine.observed.offered}
             self.names |= {name: each.keys for name, each in self.cache.requests.live.items() if each.keys is not None}
@@ -132,6 +136,16 @@ def test_every_offered_state_is_in_memory_at_rest(method: str, overlap: bool) ->
     assert offers.most_held == held_any
     assert offers.cache.observe()["dropped_blocks"] == 0
     assert not offers.engine.observed.wrong_slots
+
+
+def test_a_state_that_is_offered_in_a_step_without_its_request_is_in_memory() -> None:
+    """With asynchronous scheduling vLLM offers what the last output has confirmed, whatever the step computes."""
+    offers = offering("mtp", overlap=True)
+    offers.pauses = cycle((False, True, True))
+    offers.engine.add("r", PROMPTS[0], max_tokens=ANSWER)
+    offers.run("r")
+    assert len(offers.all) > 3
+    assert offers.in_memory() == offers.all
 
 
 def turns(offers: Offers, first: Sequence[int]) -> Sequence[int]:

@@ -186,9 +186,12 @@ def test_states_are_saved_from_the_blocks_that_vllm_offers() -> None:
     offered = SimpleNamespace(boundary_state_offloads={"r": [(1, 9, 32), (1, 5, 40)], "other": [(1, 4, 16)]})
     blocks = StateBlocks(STATES, 0)
     step = SimpleNamespace(kv_connector_block_state=offered)
-    for this, states, requests in ((step, [(1, 1, 9)], {"r", "other"}), (None, [], set())):
+    for this, shown, states, requests in (
+        (step, (0, 9, 0), [(1, 1, 9)], {"r", "other"}),
+        (None, (0, 0, 0), [], set()),
+    ):
         with blocks.saving(this):
-            assert blocks.shown("r", TABLES) == ((1, 2, 3), (0, 0, 0))
+            assert blocks.shown("r", TABLES) == ((1, 2, 3), shown)
             assert [*blocks.offered("r")] == states
             assert {*blocks.requests} == requests
     assert blocks.shown("r", TABLES) == ((1, 2, 3), (4, 0, 5)), "a load goes into the blocks of the table"

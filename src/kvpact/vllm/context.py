@@ -98,7 +98,7 @@ class VllmContext:
         return self._holds.total
 
     def saving(self, scheduler_output: Any) -> AbstractContextManager[None]:
-        """Within, `offered_states` has the states that the step leaves at ends of blocks, and `get_block_ids` none.
+        """Within, `offered_states` and `get_block_ids` have the states that the step leaves at ends of blocks alone.
 
         `scheduler_output` is None between steps, which leave no such states.
         """

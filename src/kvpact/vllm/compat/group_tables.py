@@ -27,12 +27,12 @@ class StateBlocks:
         """While saving: request -> group, block of the group, vLLM's block."""
 
     def shown(self, request_id: str, tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """The tables of a request; without states while saving."""
-        hidden = self._sizes if self._offered is not None else ()
-        return tuple(
-            (self._null_block,) * len(table) if number in hidden else tuple(table)
-            for number, table in enumerate(tables)
-        )
+        """The tables of a request; while saving, of states those that are offered, and null blocks."""
+        shown = [tuple(table) for table in tables]
+        for number in self._sizes if self._offered is not None and shown else ():
+            blocks = {place: block for group, place, block in self.offered(request_id) if group == number}
+            shown[number] = tuple(blocks.get(place, self._null_block) for place in range(len(shown[number])))
+        return tuple(shown)
 
     @property
     def requests(self) -> Collection[str]:
