@@ -113,8 +113,9 @@ class VllmEngine:
     def _judge_offers(self) -> None:
         """Compare the states that vLLM offered in this step, now that it has ended, with what they must be."""
         for request_id, group, block, tokens in self.observed.offered:
+            loaded = TokenChain(self._identities[request_id], list(self._wanted[request_id].prompt))  # it did not run yet
             for rank in self.ranks:
-                digests = rank.known[request_id].digests(0, tokens)
+                digests = rank.known.get(request_id, loaded).digests(0, tokens)
                 if len(digests) < tokens or (fault := rank.state_fault(group, block, digests)):
                     where = f"block {block} is offered as the state of {request_id} at {tokens} tokens"
                     found = fault if len(digests) == tokens else f"of which there are {len(digests)}"
@@ -242,6 +243,10 @@ class VllmEngine:
         """The output that this request must get, whether its loads succeed or fail."""
         wanted = self._wanted[request_id]
         return continuation(self._identities[request_id], wanted.prompt, wanted.max_tokens)
+
+    def said(self, request_id: str) -> list[int]:
+        """The request's prompt, and what its user got."""
+        return [*self._wanted[request_id].prompt, *self.observed.outputs[request_id]]
 
     @property
     def requests(self) -> list[str]:
