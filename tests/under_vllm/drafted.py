@@ -19,7 +19,7 @@ from kvpact_testkit.demo.messages import Output
 HERE = Path(__file__).parent
 
 TAIL = 5
-"""Tokens of a prompt behind its last full block."""
+"""Tokens of a prompt behind the boundary at which it is asked."""
 
 CHUNK = 24
 """Tokens of a step at most, which do not divide a unit; and all that eight requests compute with their drafts."""
@@ -34,6 +34,10 @@ ARGUMENTS: Mapping[str, Any] = {
     "speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS},
     "worker_extension_cls": "wrong_states.WrongStates",
 }
+WITHOUT_DROP = {**ARGUMENTS["speculative_config"], "disable_eagle_block_drop": True}
+"""With this vLLM's own cache, too, matches all full blocks of a prompt where there are drafts; by default it leaves out
+the last, and kvpact does not."""
+
 ENVIRONMENT = {**IN_ONE_PROCESS, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
 
 
@@ -64,7 +68,7 @@ class DraftedEngine(ForkedEngine):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt that vLLM's own cache serves up to `cached` tokens, with a state that lies at that boundary."""
+    """A prompt of which the first `cached` tokens have been computed before, with a state at their end."""
 
     text: tuple[int, ...]
     """The prompt of the text that this is the beginning of."""
@@ -103,16 +107,12 @@ class Text:
         return {one for start, right in self._steps() for one in boundaries(start + right + 1, start + DRAFTS + 2)}
 
     def asks(self, places: Collection[int]) -> list[Ask]:
-        """A prompt for each of these boundaries that has so many tokens behind it; the longest first.
+        """A prompt for each of these boundaries that has so many tokens behind it; the shortest first.
 
-        With drafts vLLM never matches the last full block of a prompt.
+        So no prompt leaves a state behind that a later one is asked at.
         """
-        found = [
-            Ask(self.prompt, self.tokens[: place + UNIT + TAIL], place)
-            for place in sorted(places, reverse=True)
-            if place
-        ]
-        return [ask for ask in found if len(ask.prompt) == ask.cached + UNIT + TAIL]
+        found = [Ask(self.prompt, self.tokens[: place + TAIL], place) for place in sorted(places) if place]
+        return [ask for ask in found if len(ask.prompt) == ask.cached + TAIL]
 
 
 def boundaries(first: int, end: int) -> Iterator[int]:
