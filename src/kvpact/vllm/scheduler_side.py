@@ -21,7 +21,7 @@ from kvpact.tiers.registry import load_seal
 from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, require_no_restarts, start_verdict
-from kvpact.vllm.compat.configuration import replica_number
+from kvpact.vllm.compat.configuration import match_unit, replica_number
 from kvpact.vllm.computed_tokens import ComputedTokens
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
@@ -118,7 +118,8 @@ class SchedulerSide:
             self._stats.is_behind = True  # the page shows tiers before the first request, absent ones too
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
-        verdict = start_verdict(self._groups, missing, has_statistics=self._has_statistics)
+        unit = match_unit(self._vllm_config)
+        verdict = start_verdict(self._groups, missing, has_statistics=self._has_statistics, unit=unit)
         self.mounted.listen(self._model, verdict)
 
     def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:

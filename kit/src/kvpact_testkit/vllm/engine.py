@@ -113,7 +113,8 @@ class VllmEngine:
     def _judge_offers(self) -> None:
         """Compare the states that vLLM offered in this step, now that it has ended, with what they must be."""
         for request_id, group, block, tokens in self.observed.offered:
-            loaded = TokenChain(self._identities[request_id], list(self._wanted[request_id].prompt))  # it did not run yet
+            prompt = list(self._wanted[request_id].prompt)
+            loaded = TokenChain(self._identities[request_id], prompt)  # of a request that did not run yet
             for rank in self.ranks:
                 digests = rank.known.get(request_id, loaded).digests(0, tokens)
                 if len(digests) < tokens or (fault := rank.state_fault(group, block, digests)):
