@@ -67,6 +67,7 @@ ENGINES = (
     "tests/under_vllm/test_flood.py",
     "tests/under_vllm/test_http_life.py",
     "tests/under_vllm/test_http_slow_store.py",
+    "tests/under_vllm/test_http_states.py",
     "tests/under_vllm/test_http_status.py",
     "tests/under_vllm/test_pressure.py",
     "tests/under_vllm/test_store_faults.py",

@@ -18,6 +18,7 @@ from kvpact.config import REPLACED_KEYS, KvpactConfig, load_config
 from kvpact.errors import ConfigError
 from kvpact.tiers.urls import TierURL, parse_tier_url, redact
 from kvpact.units import format_size, parse_duration, parse_size
+from user_settings import ALONE, settings_of_a_user
 
 GIB = 1024**3
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"
@@ -415,6 +416,13 @@ def test_the_example_file_holds_every_key_with_its_default() -> None:
     example = load_config(None, {}, Path(__file__).parents[1] / "examples" / "kvpact.toml")
     assert example == KvpactConfig()
     assert example.model_fields_set == set(KvpactConfig.model_fields) - WITHOUT_DEFAULT
+
+
+def test_a_users_settings_have_a_value_for_every_key_and_none_is_the_default(tmp_path: Path) -> None:
+    settings = settings_of_a_user(tmp_path, "127.0.0.1:1")
+    assert settings.keys() | {ALONE} == KvpactConfig.model_fields.keys()
+    given, defaults = KvpactConfig(**settings), KvpactConfig()
+    assert {key for key in settings if getattr(given, key) == getattr(defaults, key)} == {"save"}
 
 
 def test_the_documentation_names_every_key_with_its_default() -> None:

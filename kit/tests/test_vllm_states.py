@@ -1,12 +1,13 @@
 """Models with states, with drafts, on vLLM's real schedulers: what vLLM offers, and what its own cache serves."""
 
+import re
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from kvpact_testkit.results import Verdict, as_text
+from kvpact_testkit.results import Check, Verdict, as_text
 from kvpact_testkit.vllm.driver import VllmDriver
 from kvpact_testkit.vllm.oracle import OracleMemory
 from kvpact_testkit.vllm.releases import RELEASES, installed_release, run_on_release
@@ -14,13 +15,17 @@ from kvpact_testkit.vllm.scenarios_states import STATES_WITH_DRAFTS
 from kvpact_testkit.vllm.state_layers import RunningState
 
 QUIET = "quiet_connector:QuietConnector"
+PACT = "kvpact.vllm:PactConnector"
+OWN = {"memory": "4MiB", "model_id": "testkit"}
+SMALL = {**OWN, "memory": "200KiB", "tiers": ["disk:///{folder}?capacity=1MiB"]}
+REFERENCE = {**OWN, "memory": "256KiB", "cache": "kvpact_testkit.vllm.reference:make"}
 NAMES = [scenario.name for scenario in STATES_WITH_DRAFTS]
 ONE = "states[mtp-3-one by one-runner 1]"
 
 
 def test_every_state_that_is_offered_or_read_is_right() -> None:
     """Where vLLM and the played worker are wrong by themselves, no connector can be judged."""
-    report = VllmDriver(QUIET).run(NAMES)
+    report = VllmDriver(QUIET, timeout=60.0).run(NAMES)
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
 
 
@@ -33,11 +38,40 @@ def test_every_state_is_right_on_other_releases(release: str) -> None:
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
 
 
+def promises(check: Check) -> int:
+    """How often the connector promised something in a walk."""
+    found = re.search(r"(\d+) promises", check.note)
+    assert found, check
+    return int(found[1])
+
+
+@pytest.mark.parametrize("config", [OWN, SMALL, REFERENCE], ids=["own", "small", "reference"])
+def test_states_with_drafts_are_served(config: dict[str, Any]) -> None:
+    report = VllmDriver(PACT, config, timeout=60.0).run(NAMES if config is OWN else NAMES[4::3])
+    assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
+    assert min(map(promises, report.checks)) > 0, as_text(report)
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param(one, marks=pytest.mark.proof if one == list(RELEASES)[-1] else pytest.mark.soak)
+        for one in RELEASES
+        if one != installed_release()
+    ],
+)
+@pytest.mark.timeout(900)
+def test_states_with_drafts_are_served_on_other_releases(release: str) -> None:
+    report = run_on_release(release, PACT, SMALL, NAMES)
+    assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
+    assert min(map(promises, report.checks)) > 0, as_text(report)
+
+
 # What the scenarios would miss if they could not fail
 
 
 def test_a_scheduler_that_offers_one_boundary_too_many_is_seen() -> None:
-    report = VllmDriver(QUIET, scheduler="broken_schedulers.OffersOneBoundaryOff").run([ONE])
+    report = VllmDriver(QUIET, timeout=60.0, scheduler="broken_schedulers.OffersOneBoundaryOff").run([ONE])
     assert {found.broken for check in report.checks for found in check.violations} == {"P2"}, as_text(report)
 
 
@@ -60,6 +94,20 @@ def _copies_no_window(self: OracleMemory, source: int, behind_it: int, target: i
 
 
 @pytest.mark.parametrize(
+    "cache", ["names_the_next_boundary", "keeps_states_of_drafts", "joins_tails", "promises_a_state_alone"]
+)
+def test_a_cache_that_mistakes_one_state_for_another_is_seen(cache: str) -> None:
+    report = VllmDriver(PACT, {**REFERENCE, "cache": f"broken_states:{cache}"}, timeout=60.0).run([ONE])
+    assert "P2" in {found.broken for check in report.checks for found in check.violations}, as_text(report)
+
+
+def test_a_state_that_is_read_before_its_step_has_ended_is_seen() -> None:
+    """What a step's end puts into a block is named at once only where names do not cover the next token."""
+    report = VllmDriver("broken_states:SavesBeforeSampling", OWN, timeout=60.0).run(["states[ngram-3-one by one-runner 1]"])
+    assert "P2" in {found.broken for check in report.checks for found in check.violations}, as_text(report)
+
+
+@pytest.mark.parametrize(
     ("owner", "method", "wrong"),
     [
         (RunningState, "after", _skips_boundaries),
@@ -72,5 +120,5 @@ def test_a_worker_that_leaves_a_state_elsewhere_is_seen(
     owner: type, method: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, method, wrong)
-    report = VllmDriver(QUIET, timeout=5.0).run([ONE])
+    report = VllmDriver(QUIET, timeout=60.0).run([ONE])
     assert "P2" in {found.broken for check in report.checks for found in check.violations}, as_text(report)

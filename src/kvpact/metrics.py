@@ -76,6 +76,7 @@ class MissReason(StrEnum):
     OVERDUE = "overdue"
     TIER_DOWN = "tier_down"
     NOT_DELIVERED = "not_delivered"
+    STATE_MISSING = "state_missing"
 
 
 class UnmadeCheck(StrEnum):
@@ -100,6 +101,7 @@ MISS_HINTS: Mapping[MissReason, str] = {
     MissReason.OVERDUE: "a copy into the engine's memory did not end by `load_deadline`; nothing is loaded after it",
     MissReason.TIER_DOWN: "a tier that may hold the blocks failed, is paused, or is not reachable; see tier_up",
     MissReason.NOT_DELIVERED: "a tier reported the blocks and did not deliver them; see tier_failures",
+    MissReason.STATE_MISSING: "attention blocks are stored, no state at their end; a step now ends there, to leave one",
     MissReason.DEADLINE: "`prepare_deadline` passed before a tier, a digest or the engine's steps were ready",
 }
 

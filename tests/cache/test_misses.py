@@ -89,6 +89,13 @@ def after_half_a_block() -> Scene:
     return scene
 
 
+def where_no_step_has_ended() -> Scene:
+    """Another prompt that goes on after the second row has left a state behind its third one."""
+    scene = GroupScene((full(), states()), (PAGE, PAGE))
+    scene.run_cold(asked("longer", 3))
+    return ask(scene, asked("shorter", 2))
+
+
 def from_a_store_that_is_ill() -> Scene:
     faults = Faults()
     scene = shared_scene(faults)
@@ -186,6 +193,7 @@ CAUSES: dict[MissReason, Callable[[], Scene]] = {
     MissReason.RECOMPUTE_FASTER: slower_than_computing,
     MissReason.ASKED_AT_STEP: asked_when_the_step_begins,
     MissReason.DEADLINE: too_late,
+    MissReason.STATE_MISSING: where_no_step_has_ended,
     MissReason.OVERDUE: behind_a_copy_that_hangs,
 }
 

@@ -137,6 +137,7 @@ def test_a_held_state_is_dropped(scene: Drafting, why: str) -> None:
             scene.engine.hashes[99] = b"of something else"
         case "reset":
             scene.cache.reset()
+            assert not scene.engine.held
         case "distrusted":
             scene.cache.distrust_blocks([1], {"a": [1]})
         case "preempted":

@@ -7,7 +7,6 @@ import logging
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,55 +15,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
-from documents import ROOT
 from engines import BLOCK, BLOCK_BY_BLOCK, prompt
 from kvpact.config import KvpactConfig
 from kvpact.metrics import series
 from kvpact_testkit.demo.engine import EngineProcess
 from polling import until
 from servers.redis_server import redis_server
+from user_settings import SECRET, settings_of_a_user
 from vllm_played_engine import PlayedEngine, answer, make_prompt
 
-SECRET = "hunter2"
 BLOCKS = 4
-BLOCK_BYTES = 512 << 10
-"""Of the tiny model."""
-
-
-def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
-    """A value for every key, none of them the default but for `save`, which excludes `match_at = "step"`."""
-    return {
-        "memory": 96 * BLOCK_BYTES,
-        "tiers": [f"disk://{directory}/slabs?capacity=64MiB", f"redis://:{SECRET}@{redis}/0?timeout=10s"],
-        "prepare_deadline": "40s",
-        "plan_lifetime": "50s",
-        "load_deadline": "45s",
-        "write_queue": "96MiB",
-        "shutdown_timeout": "9s",
-        "sync_load_budget": "512KiB",
-        "min_match_blocks": 2,
-        "save": "eager",
-        "admit": "second-use",
-        "match_at": "step",
-        "require": "all",
-        "require_tiers": True,
-        "step_deadline": "5s",
-        "recompute_if_faster": False,
-        "record_key_file": f"{directory}/record-key",
-        "model_id": "tiny@2026-01",
-        "weights_version": "step-1200",
-        "share_drawn_epochs": True,
-        "io_threads": 3,
-        "gpu": "off",
-        "kv_layout": "blocks",
-        "huge_pages": "off",
-        "layerwise": False,
-        "stats_file": f"{directory}/stats.json",
-    }
-
-
-ALONE = "cache"
-"""The key that excludes tiers; test_other_caches.py and test_engine_other_caches.py use it."""
 
 
 def configured(file: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -95,16 +55,6 @@ def expected(settings: Mapping[str, Any]) -> set[str]:
     """The words of such a line, without the tiers."""
     config = KvpactConfig(**{key: value for key, value in settings.items() if key != "tiers"})
     return set(config.described().split(", "))
-
-
-def test_every_key_has_a_value_here_and_stands_in_the_example(tmp_path: Path) -> None:
-    settings = settings_of_a_user(tmp_path, "127.0.0.1:1")
-    example = (ROOT / "examples" / "kvpact.toml").read_text()
-    assert settings.keys() | {ALONE} == KvpactConfig.model_fields.keys()
-    assert set(re.findall(r"^(?:# )?(\w+) = ", example, re.MULTILINE)) == settings.keys() | {ALONE}
-    given, defaults = KvpactConfig(**settings), KvpactConfig(**tomllib.loads(example))
-    assert defaults == KvpactConfig()
-    assert {key for key in settings if getattr(given, key) == getattr(defaults, key)} == {"save"}
 
 
 @pytest.mark.engine

@@ -158,7 +158,7 @@ def lives(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: py
 
 
 @pytest.mark.parametrize("place", ["cold", "local", "memory", "disk", "redis"])
-def test_at_every_boundary_the_answer_is_that_of_a_local_hit(lives: Lives, place: str) -> None:
+def test_h132_at_every_boundary_the_answer_is_that_of_a_local_hit(lives: Lives, place: str) -> None:
     unit = lives.family.unit
     boundaries = [unit * units for units in range(UNITS, 0, -1)]
     found = lives.at_boundaries[place]
@@ -169,7 +169,7 @@ def test_at_every_boundary_the_answer_is_that_of_a_local_hit(lives: Lives, place
 
 
 @pytest.mark.parametrize("place", ["disk", "redis"])
-def test_a_new_process_reads_one_state_a_group_and_boundary(lives: Lives, place: str) -> None:
+def test_h132_a_new_process_reads_one_state_a_group_and_boundary(lives: Lives, place: str) -> None:
     """And the attention blocks of the longest prompt once: memory keeps them for the others."""
     states = lives.family.state_groups * UNITS
     (read,) = [count for name, count in lives.counts[place].items() if name.startswith("read_blocks") and count]
@@ -178,7 +178,7 @@ def test_a_new_process_reads_one_state_a_group_and_boundary(lives: Lives, place:
     assert lives.counts[place]["leases_held"] == lives.counts[place]["hook_errors"] == 0
 
 
-def test_four_clients_at_once_who_are_preempted_get_what_engines_without_a_cache_say(lives: Lives) -> None:
+def test_h132_four_clients_at_once_who_are_preempted_get_what_engines_without_a_cache_say(lives: Lives) -> None:
     spread = max(ROUNDING, *map(answers_apart, lives.alone, lives.together))
     assert AS_RIGHT * FAR * spread < min(map(answers_apart, lives.alone, lives.alone[1:])), "a wrong one is far away"
     assert lives.metrics["vllm:num_preemptions"] > 0

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvpact.tiers.backends import BACKENDS
+
 CONNECTOR = "kvpact.vllm.connector"
 SCHEDULER = "kvpact.vllm.scheduler_side"
 WORKER = "kvpact.vllm.worker_side"
@@ -81,5 +83,5 @@ def test_a_half_brings_neither_the_other_nor_the_client_of_a_store(half: str, ot
     assert half in brought
     assert {name.partition(".")[0] for name in brought} <= BROUGHT
     assert not brought & set(others)
-    opened_by_url = ("disk", "redis", "objects", "directory", "mooncake")
-    assert not {name for name in brought if name.startswith(tuple(f"kvpact.tiers.{kind}." for kind in opened_by_url))}
+    opened_by_url = tuple(f"kvpact.tiers.{backend.opener.split('.')[2]}." for backend in BACKENDS)
+    assert not {name for name in brought if name.startswith(opened_by_url)}

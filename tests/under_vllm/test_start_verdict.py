@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 import vllm_played_engine
 from kvpact.cache.status_socket import answers
 from kvpact.identity.adapter_digests import AdapterDigests
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.vllm import checks, groups
 from kvpact_command import kvpact, own_sockets, refusal
@@ -141,6 +142,24 @@ def test_hits_that_end_inside_a_block_are_said_at_the_start(
     lines = [line for line in caplog.messages if "--prefix-match-unit" in line]
     assert len(lines) == said
     assert all(f"inside {BLOCK} tokens nothing is loaded (`unaligned` among the misses)" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("believed", "unit", "remedy"), [(128, 384, "add --block-size 384"), (384, 384, ""), (768, 384, ""), (128, 0, "")]
+)
+def test_a_scheduler_that_believes_other_blocks_than_those_of_states_is_told_of_once_with_the_option(
+    believed: int, unit: int, remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A unit of 0: a model without states."""
+    full = KVCacheGroup(GroupKind.FULL, unit or 256)
+    side = KVCacheGroup(GroupKind.STATE, unit) if unit else KVCacheGroup(GroupKind.WINDOW, 256, 512)
+    members = groups.EngineGroups(GroupSet((full, side)), (("a",), ("b",)))
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=believed))
+    limit, found = checks.block_size_limit(members, config)
+    assert found == remedy
+    assert bool(limit) == bool(remedy)
+    assert caplog.messages == ([f"kvpact: {limit}; {remedy}"] if remedy else [])
+    assert f"blocks of {believed} tokens, and the model's states are kept every {unit}" in limit or not remedy
 
 
 @pytest.mark.parametrize(

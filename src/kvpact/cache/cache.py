@@ -206,6 +206,11 @@ class PactCache(ExternalCache):
         """True while the request's deadline for tiers has not passed."""
         return self._planner.may_wait(self.requests.live.get(request_id))
 
+    def step_end(self, request_id: str) -> int:
+        """Wanted end of a step, in tokens of the prompt, to leave a state that was lacking there; 0: nowhere."""
+        state = self.requests.live.get(request_id)
+        return state.step_end if state is not None else 0
+
     # Commit and abort
 
     def commit_external_match(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvpact import __version__
@@ -121,6 +122,7 @@ class MountedCache:
         self._status_socket: StatusSocket | None = None
         self._model = ""
         self._verdict = StartVerdict()
+        self._remedy = ""
         is_plain = groups == one_group(groups.block_size)
         logger.info(
             "kvpact: %s of memory for %s, %s, namespace %s",
@@ -204,6 +206,10 @@ class MountedCache:
         start = plan.blocks.start * self._block_size
         return [*found_in(BlockRange(start, start + num_tokens), plan.sources, self._block_size)]
 
+    def step_end(self, request_id: str) -> int:
+        """See `PactCache.step_end`; 0 where the cache is another's."""
+        return self.own.step_end(request_id) if self.own is not None else 0
+
     def observe(self) -> Snapshot:
         """All counts as they are now."""
         return self.own.observe() if self.own is not None else self._metrics.snapshot()
@@ -214,8 +220,15 @@ class MountedCache:
         self._verdict = verdict
         self._status_socket = StatusSocket(lambda: self._status().encoded())
 
+    def note(self, limit: str, remedy: str) -> None:
+        """Add a limit that was found after the start, and the remedy, to the verdict on it."""
+        self._verdict = replace(self._verdict, notes=(*self._verdict.notes, limit))
+        self._remedy = remedy
+
     def _status(self) -> EngineStatus:
-        return status_of(self.own, self._metrics, self._model, self._block_size, self._verdict)
+        status = status_of(self.own, self._metrics, self._model, self._block_size, self._verdict)
+        status.remedy = self._remedy
+        return status
 
     def reset(self) -> None:
         """The engine says that the weights may change."""

@@ -192,6 +192,7 @@ class Planner:
         available = self.finder.find(state, needs, probe.now)
         if plan is None:
             record.found = available
+            state.step_end = needs.lacks_state_at * self.groups.block_size
         if plan is None and self.tiers.shared and probe.now < deadline and self.finder.asks_shared:
             self.finder.ask(state, needs, available)
         if plan is not None:
@@ -338,7 +339,7 @@ class Planner:
         if found - probe.start >= self.config.min_match_blocks:
             return MissReason.DEADLINE
         if not self.tiers.clients:
-            return MissReason.TOO_SHORT if found > probe.start else MissReason.NOT_STORED
+            return self._why_absent(probe, found)
         if self.finder.looks_up_at_step:
             return MissReason.ASKED_AT_STEP
         lookup = probe.state.tier_lookup
@@ -348,6 +349,11 @@ class Planner:
             return silent
         if self.finder.may_be_shared and lookup is None:
             return MissReason.DEADLINE
+        return self._why_absent(probe, found)
+
+    def _why_absent(self, probe: Probe, found: int) -> MissReason:
+        if probe.needs.lacks_state_at:
+            return MissReason.STATE_MISSING
         return MissReason.TOO_SHORT if found > probe.start else MissReason.NOT_STORED
 
     # What was decided

@@ -91,6 +91,8 @@ class RequestState:
     branches: tuple[int, ...] = ()
     """Rows where another request may branch off this one: the end of the engine's own blocks, and that of the stored
     chain. The loose blocks that are lacking there are saved."""
+    step_end: int = 0
+    """Wanted end of a step, in tokens: the last look-up lacked the state there; 0 if it lacked none."""
     loaded_rows: int = 0
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
     record: RequestRecord = field(default_factory=RequestRecord)

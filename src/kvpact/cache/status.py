@@ -42,6 +42,7 @@ CHANGES: Final = {
     MissReason.OVERDUE: "read the engine's log: copies do not end",
     MissReason.TIER_DOWN: "read the engine's log: a tier was down",
     MissReason.NOT_DELIVERED: "read the engine's log: a tier does not deliver blocks that it holds",
+    MissReason.STATE_MISSING: "nothing: such prompts hit when they come again",
 }
 """Advice by the most frequent reason of misses."""
 
@@ -80,6 +81,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     block_size: int
     metrics: Snapshot
     verdict: StartVerdict = StartVerdict()
+    remedy: str = ""
+    """Option that ends misses for want of states; "" if there is none."""
     time: float = 0.0
     """Now, on the clock of `records`."""
     tiers: list[TierState] = []
@@ -127,6 +130,9 @@ class EngineStatus(msgspec.Struct, kw_only=True):
                 return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
         if not lookups + self.count("spared_lookups"):
             return "nothing yet: no prompt has been looked up"
+        lacking = self.metrics.get(series("misses", MissReason.STATE_MISSING), 0)
+        if self.remedy and lacking * 10 >= max(1, lookups):
+            return self.remedy
         if not missed or missed * 10 < lookups:
             return "nothing"
         if reason is MissReason.NOT_STORED and lookups < FEW and missed == lookups:

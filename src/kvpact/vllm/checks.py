@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from kvpact.config import KvpactConfig, check_cache, find_factory, load_config
 from kvpact.errors import ConfigError
+from kvpact.identity.groups import GroupKind
 from kvpact.memory.limits import require_possible
 from kvpact.metrics import StartVerdict
 from kvpact.tiers.registry import load_seal
@@ -209,6 +210,25 @@ def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistic
     if missing:
         notes.append(f"without kvpact's {' and '.join(missing)}: the log names what is lost, and what to add")
     return StartVerdict(notes=tuple(notes))
+
+
+def block_size_limit(groups: EngineGroups, vllm_config: Any) -> tuple[str, str]:
+    """A limit if vLLM's scheduler cuts prompts for blocks of another size than those that keep states, and its remedy.
+
+    Both "" if the sizes agree; the log gets them. On CPUs the handshake after the start of vLLM 0.32's engine process
+    sets the scheduler's size back to the platform's default, unless the user has given one.
+    """
+    believed = int(vllm_config.cache_config.block_size)
+    unit = max((each.block_size for each in groups.groups.groups if each.kind is GroupKind.STATE), default=believed)
+    if not believed % unit:
+        return "", ""
+    limit = (
+        f"vLLM's scheduler cuts prompts for blocks of {believed} tokens, and the model's states are kept every {unit}: "
+        "a prompt hits from its third time on, not from its second"
+    )
+    remedy = f"add --block-size {unit}"
+    logger.warning("kvpact: %s; %s", limit, remedy)
+    return limit, remedy
 
 
 def _refuse_settings_of_engine(vllm_config: Any) -> None:

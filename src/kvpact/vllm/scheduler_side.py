@@ -20,8 +20,16 @@ from kvpact.metrics import MEMORY, Metrics, StartVerdict
 from kvpact.tiers.registry import load_seal
 from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
-from kvpact.vllm.checks import check_classes, require_all_ranks, require_hooks, require_no_restarts, start_verdict
+from kvpact.vllm.checks import (
+    block_size_limit,
+    check_classes,
+    require_all_ranks,
+    require_hooks,
+    require_no_restarts,
+    start_verdict,
+)
 from kvpact.vllm.compat.configuration import match_unit, replica_number
+from kvpact.vllm.compat.objects import end_step_at
 from kvpact.vllm.computed_tokens import ComputedTokens
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
@@ -86,6 +94,8 @@ class SchedulerSide:
             logger.warning("kvpact: this engine runs without a cache: %s", groups.unserved)
             verdict = StartVerdict(groups.unserved)
             self._without_cache = answer_without_cache(metrics, self._model, self._block_size, verdict)
+        self._compared_sizes = False
+        """True once vLLM's block sizes were compared: at rest, as it may set one of them after the start."""
         self.speaks_the_pact = False
         """True if the engine's scheduler reports each match's exit, and begins requests again whose steps relied on
         blocks that were not loaded."""
@@ -118,6 +128,7 @@ class SchedulerSide:
             self._stats.is_behind = True  # the page shows tiers before the first request, absent ones too
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
+        self._compared_sizes = False
         unit = match_unit(self._vllm_config)
         verdict = start_verdict(self._groups, missing, has_statistics=self._has_statistics, unit=unit)
         self.mounted.listen(self._model, verdict)
@@ -184,6 +195,9 @@ class SchedulerSide:
             return NO_MATCH
         cache = mounted.cache
         match = self._probes.answer(cache, view, num_computed_tokens)
+        step_end = mounted.step_end(view.request_id) if match is not None else 0
+        if step_end:
+            end_step_at(request, step_end)
         if match is None or not match.num_tokens:
             return match
         if self._groups.several and not match.load_kv_async:
@@ -350,6 +364,11 @@ class SchedulerSide:
     def poll_idle(self) -> bool:
         """Go on without requests; returns True while vLLM must step: for the workers' reports, then once for the
         counts."""
+        if self.mounted is not None and not self._compared_sizes:
+            self._compared_sizes = True
+            limit, remedy = block_size_limit(self._groups, self._vllm_config)
+            if limit:
+                self.mounted.note(limit, remedy)
         pending = self.mounted is not None and self.mounted.poll_idle()
         return pending or (self._stats is not None and self._stats.ask_for_step())
 

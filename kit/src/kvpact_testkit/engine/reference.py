@@ -7,7 +7,7 @@ below memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from kvpact.contract import (
@@ -28,7 +28,7 @@ from kvpact.contract import (
 )
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.identity.epochs import Epochs
-from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup, LooseBlock, OffersStates
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.ranges import RangeSet
 from kvpact_testkit.engine.config import EngineConfig
@@ -84,6 +84,8 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         self._loads: OpenJobs[LoadJob, ReferencePlan] = OpenJobs(num_ranks)
         self._saves: OpenJobs[SaveJob, list[tuple[EntryKey, Entry]]] = OpenJobs(num_ranks)
         self._job_ids, self._step = count(1), 0
+        self._unnamed: dict[str, list[LooseBlock]] = {}
+        """Held states that were offered before their last token had a name."""
         self._loads_to_do: list[LoadJob] = []
         self._saves_to_do: list[SaveJob] = []
         self._context: SchedulerContext | None = None
@@ -191,23 +193,23 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         sound = self._note_filled(request.request_id, tables, num_computed_tokens)
         if request.request_id in self.loading:
             return
+        filled = self._filled_blocks(request.request_id, tables, num_computed_tokens)
         names = [
-            {block: name for block in self._full(group, num_computed_tokens) if (name := self._name(keys, i, block))}
-            for i, group in enumerate(self._groups.groups)
+            {block: name for block in blocks if (name := self._name(keys, i, block))} for i, blocks in enumerate(filled)
         ]
         sizes = [group.block_size for group in self._groups.groups]
         chain = [(-(block + 1) * sizes[i], name) for i, blocks in enumerate(names) for block, name in blocks.items()]
         for _, name in sorted(chain, key=lambda place: place[0]):
             if name in self.entries:
                 self.entries.move_to_end(name)  # a chain's head is evicted after its tail, and not for its tail (H54)
-        for group, ids in enumerate(tables):
+        for group, ids in enumerate(filled):
             new = [
                 i for i, name in names[group].items() if name not in self.entries and (i + 1) * sizes[group] <= sound
             ]
             wanted = [i for i in new if not self._context.get_block(ids[i]).is_null]
             for first, last in runs(wanted):
                 slots = self._take_slots(last - first, {name for _, name in chain})
-                taken = ids[first : first + len(slots)]
+                taken = [ids[i] for i in range(first, first + len(slots))]
                 job = SaveJob(next(self._job_ids), request.request_id, first, slots, tuple(taken), group)
                 saved = [(names[group][i], Entry(slot, 1)) for i, slot in zip(job.blocks, slots, strict=True)]
                 if saved:
@@ -215,6 +217,39 @@ class ReferenceCache(StoredBlocks, ExternalCache):
                     self._context.touch(taken)
                     self._saves.add(job, saved)
                     self._saves_to_do.append(job)
+        self._hold_unnamed(request.request_id, filled, names)
+
+    def _filled_blocks(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> list[dict[int, int]]:
+        """Of each group the blocks that hold what they should: number -> the engine's. States are those that the engine
+        offers, where it does, also in earlier steps before they had a name."""
+        context, kinds = self._context, self._groups.groups
+        offered = [*context.offered_states(request_id)] if isinstance(context, OffersStates) else None
+        waiting = self._unnamed.get(request_id, ())
+        found = []
+        for number, (group, ids) in enumerate(zip(kinds, tables, strict=True)):
+            if group.kind is GroupKind.STATE and offered is not None:
+                found.append({block: state for each, block, state in (*waiting, *offered) if each == number})
+            else:
+                found.append({block: ids[block] for block in self._full(group, computed)})
+        return found
+
+    def _hold_unnamed(
+        self, request_id: str, filled: Sequence[dict[int, int]], names: Sequence[Collection[int]]
+    ) -> None:
+        """Hold the offered states that have no name yet, because a token is not known, and no others."""
+        if not isinstance(self._context, OffersStates):
+            return
+        states = [number for number, group in enumerate(self._groups.groups) if group.kind is GroupKind.STATE]
+        unnamed = [(i, block, state) for i in states for block, state in filled[i].items() if block not in names[i]]
+        self._context.touch([state for _, _, state in unnamed])
+        self._let_unnamed_go(request_id)
+        if unnamed:
+            self._unnamed[request_id] = unnamed
+
+    def _let_unnamed_go(self, request_id: str) -> None:
+        if unnamed := self._unnamed.pop(request_id, ()):
+            assert self._context is not None
+            self._context.free_blocks([state for _, _, state in unnamed])
 
     def _note_filled(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> int:
         """Tokens of the request that are in blocks filled since the last reset: only these may be saved (H38)."""
@@ -309,6 +344,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
     def request_finished(self, request_id: str) -> None:
         """See `ExternalCache`."""
         self._release(request_id)
+        self._let_unnamed_go(request_id)
         self._keys.pop(request_id, None)
         self._failed_from.pop(request_id, None)
         self._filled.end(request_id)
@@ -317,6 +353,8 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         """See `ExternalCache`."""
         self._epochs.reset()
         self._filled.reset()
+        for request_id in list(self._unnamed):
+            self._let_unnamed_go(request_id)
         for request_id in list(self.plans):
             self._release(request_id)
         for key, entry in list(self.entries.items()):

@@ -245,6 +245,10 @@ class VllmEngine:
         wanted = self._wanted[request_id]
         return continuation(self._identities[request_id], wanted.prompt, wanted.max_tokens)
 
+    def said(self, request_id: str) -> list[int]:
+        """The request's prompt, and what its user got."""
+        return [*self._wanted[request_id].prompt, *self.observed.outputs[request_id]]
+
     @property
     def requests(self) -> list[str]:
         """All requests ever added."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvpact.identity.groups import GroupKind
 from kvpact_testkit.results import require
-from kvpact_testkit.vllm.harness import BLOCK, Harness
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, Harness, prompt
 from kvpact_testkit.vllm.model_groups import STATES, LayerGroup
 from kvpact_testkit.vllm.random_ops import act
 from kvpact_testkit.vllm.scenarios import Scenario
@@ -34,7 +35,7 @@ def engines() -> dict[str, dict[str, Any]]:
             "overlap": overlap,
             "runner": runner,
             "groups": THREE_KINDS if drafts == 1 else STATES,
-            "num_blocks": 101,
+            "num_blocks": 201,
             "chunk": 5 * BLOCK,
             "max_num_seqs": 4,
         }
@@ -42,21 +43,35 @@ def engines() -> dict[str, dict[str, Any]]:
 
 
 def walk(settings: dict[str, Any], actions: int, seed: int, harness: Harness) -> None:
-    """Arrivals, cancellations, resets, pauses, delays, preemptions at random, with drafts that are right at times."""
+    """Arrivals, next turns, cancellations, resets, pauses, delays, preemptions at random, with drafts that are right at
+    times."""
     with harness.engine(**settings) as engine:
         dice = random.Random(seed)
         for _ in range(actions):
-            act(engine, dice.randrange(1, 2**32))
+            if dice.random() < 0.15:
+                next_turn(engine, dice)
+            else:
+                act(engine, dice.randrange(1, 2**32))
         engine.pause(False)
         harness.finish(engine)
         harness.rest(engine)
         observed = engine.observed
         harness.notes.append(
             f"{observed.steps} steps, {observed.accepted} of {observed.drafted} drafts accepted, "
-            f"{observed.offers} states offered, {observed.preemptions} preemptions"
+            f"{observed.offers} states offered, {observed.preemptions} preemptions, "
+            f"{sum(bool(probe.answer) for probe in observed.probes)} promises"
         )
         require(0 < observed.accepted < observed.drafted, f"{harness.notes[-1]}: not some of them", "P9")
         require(observed.offers > 0, "vLLM offers no state", "P9")
+
+
+def next_turn(engine: VllmEngine, dice: random.Random) -> None:
+    """A user goes on after an answer: only there is a state asked for that a step with drafts left."""
+    ended = [name for name in engine.requests if engine.ended(name)]
+    if ended:
+        said = engine.said(dice.choice(ended))
+        tail = prompt(dice.randrange(5, 2**20), 0, dice.randrange(1, 2 * BLOCK))
+        engine.add(f"r{len(engine.requests)}", [*said, *tail], max_tokens=dice.randrange(1, 5 * BLOCK))
 
 
 def _scenario(name: str, settings: dict[str, Any]) -> Scenario:

@@ -53,6 +53,8 @@ class EngineGroups:
     """A match is a multiple of so many tokens."""
     match_rows: int = field(init=False)
     """A match is a multiple of so many rows."""
+    has_states: bool = field(init=False)
+    """True if a group keeps states, which an engine leaves at ends of steps alone."""
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
     chain_class: int = field(init=False)
@@ -75,6 +77,7 @@ class EngineGroups:
         self.match_rows = groups.alignment // groups.block_size
         self.smallest_block = min(group.block_size for group in groups.groups)
         self._states = [number for number, group in enumerate(groups.groups) if group.kind is GroupKind.STATE]
+        self.has_states = bool(self._states)
         self.shows_all = not groups.sides
         self.names_first = groups.chain == 0
         self.chain_class = self.class_of(groups.chain) if groups.chain is not None else len(self.class_bytes)

@@ -46,6 +46,9 @@ class Needs:
     known: dict[tuple[int, int], BlockKey]
     in_a_row: int = 0
     """Rows that memory had at the last `available`, whether or not a match may use them."""
+    lacks_state_at: int = 0
+    """Rows of a longer match than the last `available` found, of which places have all rows and not the state at its
+    end; 0 if there is none, or the model has no states."""
 
     def _key(self, number: int, block: int) -> BlockKey | None:
         """The key of a loose block; None if the request has no key for its row."""
@@ -131,6 +134,9 @@ class Needs:
         stored = max(held, *by_tier, 0)
         if tiers and stored > resident:
             reach = self.longest(either(memory, *tiers), stored)
+        if groups.chain is not None and self.of.has_states:
+            whole = stored - stored % self.of.match_rows
+            self.lacks_state_at = whole if whole > max(reach, self.start) else 0
         if reach <= held:  # the tiers are needed for loose blocks alone
             return resident, tuple(reach for _ in by_tier)
         return resident, tuple(min(blocks, reach) for blocks in by_tier)

@@ -45,6 +45,11 @@ def add_invalid_blocks(model_output: Any, block_ids: set[int]) -> None:
 # Steps
 
 
+def end_step_at(request: Any, num_tokens: int) -> None:
+    """Let a step of this request's prompt end after so many tokens, as vLLM does where its own cache lacks a state."""
+    request.shared_prefix_boundary = max(request.shared_prefix_boundary, num_tokens)
+
+
 def replays_full_graph(forward_context: Any) -> bool:
     """True if the forward pass may be one graph, replayed without the layers' hooks.
 

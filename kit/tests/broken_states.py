@@ -1,0 +1,110 @@
+"""Caches and connectors that mistake one state of a request for another, for vLLM's scheduler with drafts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvpact.contract import CacheSpec, StepWork
+from kvpact.identity.groups import GroupKind
+from kvpact.identity.keys import BlockKey
+from kvpact.vllm import PactConnector
+from kvpact_testkit.engine.reference import ReferenceCache
+
+COPY_SECONDS = 0.01
+"""Seconds in which a step's saves are copied."""
+
+Filled = list[dict[int, int]]
+
+
+class NamesTheNextBoundary(ReferenceCache):
+    """A state is kept under the count of the next boundary."""
+
+    def _filled_blocks(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> Filled:
+        filled = super()._filled_blocks(request_id, tables, computed)
+        kinds = self._groups.groups
+        return [
+            {block + (kind.kind is GroupKind.STATE): state for block, state in blocks.items()}
+            for kind, blocks in zip(kinds, filled, strict=True)
+        ]
+
+    def _note_filled(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> int:
+        return super()._note_filled(request_id, tables, computed) + max(kind.block_size for kind in self._groups.groups)
+
+
+class KeepsStatesOfDrafts(ReferenceCache):
+    """It counts a step's drafts as accepted, and takes the block of the table's column, whatever vLLM offers."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._tables: dict[str, Sequence[Sequence[int]]] = {}
+
+    def _filled_blocks(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> Filled:
+        filled = super()._filled_blocks(request_id, tables, computed)
+        self._tables.setdefault(request_id, ())
+        for number, (group, table) in enumerate(zip(self._groups.groups, self._tables[request_id], strict=False)):
+            if group.kind is GroupKind.STATE:
+                end = computed // group.block_size - 1
+                filled[number] = {end: table[end]} if 0 <= end < len(table) and table[end] else {}
+        return filled
+
+    def end_step(self) -> StepWork:
+        assert self._context is not None
+        self._tables = {name: self._context.get_block_ids(name) for name in self._tables if name in self._keys}
+        return super().end_step()
+
+
+class JoinsTails(ReferenceCache):
+    """Behind a local prefix the tail of the attention is enough: whose state is at its end is not asked."""
+
+    def _find(self, keys: list[BlockKey], computed: int, most: int) -> int:
+        return (
+            _find_of(self, GroupKind.FULL, super()._find, keys, computed, most)
+            if computed
+            else super()._find(keys, computed, most)
+        )
+
+
+class PromisesAStateAlone(ReferenceCache):
+    """Where the state at the end is kept, the blocks of attention below it are not asked for."""
+
+    def _find(self, keys: list[BlockKey], computed: int, most: int) -> int:
+        return _find_of(self, GroupKind.STATE, super()._find, keys, computed, most)
+
+
+def _find_of(cache: Any, kind: GroupKind, find: Callable[..., int], *place: Any) -> int:
+    """`find` of a cache to which the groups of another kind than this have all of their blocks."""
+    whole, stored = cache._groups, cache._stored
+    others = {number for number, group in enumerate(whole.groups) if group.kind is not kind}
+    cache._stored = lambda name: name if name is not None and name.group in others else stored(name)
+    try:
+        return find(*place)
+    finally:
+        del cache._stored
+
+
+class SavesBeforeSampling(PactConnector):
+    """A state is read when the forward pass has ended, before the step has put it into its block."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        super().wait_for_save()
+        time.sleep(COPY_SECONDS)
+
+    def wait_for_save(self) -> None:
+        pass
+
+
+def _made(kind: type[ReferenceCache]) -> Callable[[CacheSpec], ReferenceCache]:
+    def make(spec: CacheSpec) -> ReferenceCache:
+        return kind(spec.block_size, spec.num_slots, num_ranks=spec.num_ranks, groups=spec.groups)
+
+    return make
+
+
+names_the_next_boundary = _made(NamesTheNextBoundary)
+keeps_states_of_drafts = _made(KeepsStatesOfDrafts)
+joins_tails = _made(JoinsTails)
+promises_a_state_alone = _made(PromisesAStateAlone)
+right = _made(ReferenceCache)
