@@ -34,7 +34,7 @@ class NamesTheNextBoundary(ReferenceCache):
 
 
 class KeepsStatesOfDrafts(ReferenceCache):
-    """It counts a step's drafts as accepted, and takes the block of the table's column, whatever vLLM offers."""
+    """Where a step's drafts cross a boundary, it takes the state that the step leaves behind it."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -45,8 +45,9 @@ class KeepsStatesOfDrafts(ReferenceCache):
         self._tables.setdefault(request_id, ())
         for number, (group, table) in enumerate(zip(self._groups.groups, self._tables[request_id], strict=False)):
             if group.kind is GroupKind.STATE:
-                end = computed // group.block_size - 1
-                filled[number] = {end: table[end]} if 0 <= end < len(table) and table[end] else {}
+                end = computed // group.block_size
+                if end and computed % group.block_size and end < len(table) and table[end]:
+                    filled[number].setdefault(end - 1, table[end])
         return filled
 
     def end_step(self) -> StepWork:

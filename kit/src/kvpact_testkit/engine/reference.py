@@ -89,6 +89,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         self._loads_to_do: list[LoadJob] = []
         self._saves_to_do: list[SaveJob] = []
         self._context: SchedulerContext | None = None
+        self._offers: OffersStates | None = None
 
     @property
     def supports_kv_cache_groups(self) -> bool:
@@ -97,6 +98,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
 
     def bind_scheduler_context(self, context: BlockHolder) -> None:
         """Blocks are held while they are copied out. Raises ConfigError for less than a `SchedulerContext`."""
+        self._offers = context if isinstance(context, OffersStates) else None
         if not isinstance(context, SchedulerContext):
             raise ConfigError(f"a ReferenceCache needs a whole SchedulerContext, not {type(context).__name__}")
         self._context = context
@@ -222,8 +224,8 @@ class ReferenceCache(StoredBlocks, ExternalCache):
     def _filled_blocks(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> list[dict[int, int]]:
         """Of each group the blocks that hold what they should: number -> the engine's. States are those that the engine
         offers, where it does, also in earlier steps before they had a name."""
-        context, kinds = self._context, self._groups.groups
-        offered = [*context.offered_states(request_id)] if isinstance(context, OffersStates) else None
+        kinds = self._groups.groups
+        offered = self._offers.offered_states(request_id) if self._offers is not None else None
         waiting = self._unnamed.get(request_id, ())
         found = []
         for number, (group, ids) in enumerate(zip(kinds, tables, strict=True)):
@@ -237,7 +239,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         self, request_id: str, filled: Sequence[dict[int, int]], names: Sequence[Collection[int]]
     ) -> None:
         """Hold the offered states that have no name yet, because a token is not known, and no others."""
-        if not isinstance(self._context, OffersStates):
+        if self._offers is None or self._context is None:
             return
         states = [number for number, group in enumerate(self._groups.groups) if group.kind is GroupKind.STATE]
         unnamed = [(i, block, state) for i in states for block, state in filled[i].items() if block not in names[i]]
