@@ -7,7 +7,11 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact.vllm.connector import PactConnector
 from kvpact.worker.rank_jobs import RankJobs
 from kvpact_testkit.results import Verdict, as_text
+from kvpact_testkit.vllm.compat import EngineSettings
 from kvpact_testkit.vllm.driver import VllmDriver
+from kvpact_testkit.vllm.engine import VllmEngine
+from kvpact_testkit.vllm.harness import BLOCK, named
+from kvpact_testkit.vllm.model_groups import STATES
 from kvpact_testkit.vllm.releases import RELEASES, installed_release, run_on_release
 from kvpact_testkit.vllm.scenarios_divergent import DIVERGENT
 from kvpact_testkit.vllm.scenarios_groups import GROUPS
@@ -42,6 +46,16 @@ def test_what_one_group_alone_has_must_not_count_as_computed(monkeypatch: pytest
     monkeypatch.setattr(PactConnector, "supports_divergent_local_hybrid_hits", True)
     report = VllmDriver(CONNECTOR, CONFIG).run(["one_group_alone_is_evicted"])
     assert report.broken, as_text(report)
+
+
+def test_h132_no_local_prefix_is_joined_with_a_deeper_tail_and_no_tail_of_a_block_is_kept() -> None:
+    """vLLM's scheduler asks a connector about both."""
+    settings = EngineSettings(groups=STATES, block_size=BLOCK)
+    transfer = {**named(PactConnector), "kv_connector_extra_config": {"memory": "4MiB", "model_id": "testkit"}}
+    engine = VllmEngine(settings, transfer, lambda line: None)
+    assert engine.connector.supports_divergent_local_hybrid_hits is False
+    assert engine.connector.register_finished_partial_tail(None, ([1], [2]), [(1, 2, BLOCK // 2)]) is False
+    engine.close()
 
 
 def test_a_load_that_arrives_once_for_each_group_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

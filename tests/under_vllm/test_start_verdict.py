@@ -38,9 +38,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     configure = vllm_played_engine.vllm_config
     with ExitStack() as engines:
 
-        def begin(**of_model: Any) -> PlayedEngine:
+        def begin(unit: int | None = None, **of_model: Any) -> PlayedEngine:
             def configured(*arguments: Any) -> Any:
                 config = configure(*arguments)
+                config.cache_config.prefix_match_unit = unit
                 for name, value in of_model.items():
                     setattr(config.model_config, name, value)
                 return config
@@ -131,6 +132,16 @@ def test_groups_with_blocks_of_several_sizes_say_what_a_match_is_a_multiple_of(
     (note,) = found.notes
     assert "blocks of 16, 64 tokens: a match is a multiple of 64" in note
     assert caplog.messages == [f"kvpact: {note}"]
+
+
+@pytest.mark.parametrize(("unit", "said"), [(None, 0), (BLOCK, 0), (BLOCK // 2, 1)])
+def test_hits_that_end_inside_a_block_are_said_at_the_start(
+    unit: int | None, said: int, start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    start(unit=unit)
+    lines = [line for line in caplog.messages if "--prefix-match-unit" in line]
+    assert len(lines) == said
+    assert all(f"inside {BLOCK} tokens nothing is loaded (`unaligned` among the misses)" in line for line in lines)
 
 
 @pytest.mark.parametrize(

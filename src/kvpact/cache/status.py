@@ -32,7 +32,7 @@ CHANGES: Final = {
     MissReason.UNKNOWN_IDENTITY: "see docs/request-identity.md: most requests have inputs without a content digest",
     MissReason.DISABLED: "read the engine's log: it gives the reason why the cache is off",
     MissReason.MUST_COMPUTE: "nothing",
-    MissReason.UNALIGNED: "nothing",
+    MissReason.UNALIGNED: "leave --prefix-match-unit out where it is set; else nothing",
     MissReason.FAILED_BEFORE: "read the engine's log: loads fail",
     MissReason.NO_ROOM: "raise `memory`: it has no room for blocks from the tiers",
     MissReason.DEADLINE: "use a faster tier, or a longer `prepare_deadline`",

@@ -184,10 +184,10 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, connector: type | None 
     return engine_groups(vllm_config, kv_cache_config)
 
 
-def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistics: bool) -> StartVerdict:
+def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistics: bool, unit: int = 0) -> StartVerdict:
     """The verdict on an engine that is served; the log gets each note, but for the `missing` classes, which it has.
 
-    `missing` is what `check_classes` returned.
+    `missing` is what `check_classes` returned, `unit` what `match_unit` did.
     """
     notes = list[str]()
     sizes = sorted({group.block_size for group in groups.groups.groups})
@@ -199,6 +199,11 @@ def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistic
         notes.append(
             f"KV cache groups with blocks of {', '.join(map(str, sizes))} tokens: a match is a multiple of "
             f"{groups.groups.alignment}, so that shorter prompts are never loaded"
+        )
+    if 0 < unit < groups.groups.alignment:
+        notes.append(
+            f"--prefix-match-unit {unit}: behind a hit of vLLM's own that ends inside {groups.groups.alignment} tokens "
+            "nothing is loaded (`unaligned` among the misses): leave the option out"
         )
     for note in notes:
         logger.warning("kvpact: %s", note)

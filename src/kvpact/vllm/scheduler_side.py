@@ -28,7 +28,7 @@ from kvpact.vllm.checks import (
     require_no_restarts,
     start_verdict,
 )
-from kvpact.vllm.compat.configuration import replica_number
+from kvpact.vllm.compat.configuration import match_unit, replica_number
 from kvpact.vllm.compat.objects import end_step_at
 from kvpact.vllm.computed_tokens import ComputedTokens
 from kvpact.vllm.context import VllmContext, scheduler_context
@@ -129,7 +129,8 @@ class SchedulerSide:
         if self.context is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
         self._compared_sizes = False
-        verdict = start_verdict(self._groups, missing, has_statistics=self._has_statistics)
+        unit = match_unit(self._vllm_config)
+        verdict = start_verdict(self._groups, missing, has_statistics=self._has_statistics, unit=unit)
         self.mounted.listen(self._model, verdict)
 
     def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:

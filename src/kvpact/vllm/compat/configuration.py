@@ -55,6 +55,12 @@ def hit_alignment(kv_cache_config: Any) -> int:
     return int(getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 1)
 
 
+def match_unit(vllm_config: Any) -> int:
+    """Tokens between the ends that vLLM's own hits may have inside a block of a KV cache group; 0 where it is not set,
+    and before 0.32."""
+    return int(getattr(vllm_config.cache_config, "prefix_match_unit", None) or 0)
+
+
 def draft_model(vllm_config: Any) -> tuple[Any, Any] | None:
     """The configurations of the draft model and of its loading; None without one."""
     speculative = vllm_config.speculative_config
