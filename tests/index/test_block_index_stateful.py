@@ -48,6 +48,7 @@ class Block:
     last_use: int
     filled: bool = False
     dropped: bool = False
+    parts: bool = False
     writing: bool = True
     pins: list[Pin] = field(default_factory=list)
 
@@ -98,8 +99,36 @@ class Model:
         """A row learns of the uses of its side rows when they go."""
         self.blocks.remove(block)
         if block.is_side and not block.dropped:
-            for used in block.lineage():
-                used.last_use = max(used.last_use, block.last_use)
+            self.pass_on_use(block)
+
+    def pass_on_use(self, block: Block) -> None:
+        for used in block.lineage():
+            used.last_use = max(used.last_use, block.last_use)
+
+    def next_to(self, block: Block, *, sides: bool) -> list[Block]:
+        return [one for one in self.blocks if one.parent is block and one.is_side == sides and not one.dropped]
+
+    def outdate(self, block: Block) -> None:
+        """Side blocks of a row after which the chain goes on one way, unless a match has ended there since it does."""
+        if len(self.next_to(block, sides=False)) == 1:
+            for side in self.next_to(block, sides=True):
+                if not side.parts:
+                    self.pass_on_use(side)
+                    side.last_use = 0
+
+    def lost_sides(self, row: Block | None) -> None:
+        """Of a chain's end to which nothing is attached any more all goes first, up to the last row with something."""
+        end = row
+        while end is not None:
+            after = self.next_to(end, sides=False)
+            if self.next_to(end, sides=True) or len(after) > 1:
+                return
+            if not after:
+                break
+            end = after[0]
+        while end is not None and not self.next_to(end, sides=True) and len(self.next_to(end, sides=False)) < 2:
+            end.last_use = 0
+            end = end.parent
 
     def collect(self) -> None:
         needed = self.needed()
@@ -113,9 +142,12 @@ class Model:
             inner = {other.parent for other in self.blocks if not other.is_side}
             leaves = [block for block in self.evictable(parent) if block not in inner]
             victim = min(leaves, key=lambda block: (block.last_use, block.slot))
-            for block in [*(side for side in self.blocks if side.is_side and side.parent is victim), victim]:
+            going = [*(side for side in self.blocks if side.is_side and side.parent is victim), victim]
+            for block in going:
                 self.remove(block)
                 evicted.append(block.key)
+            if any(block.is_side for block in going):
+                self.lost_sides(victim.parent)
         return evicted
 
     def drop(self, key: bytes) -> set[bytes]:
@@ -124,6 +156,9 @@ class Model:
             for used in block.lineage():
                 used.last_use = max(used.last_use, block.last_use)
             block.dropped = True
+        if any(block.is_side for block in gone):
+            for parent in {block.parent for block in gone} - gone:
+                self.lost_sides(parent)
         self.collect()
         return {block.key for block in gone}
 
@@ -286,6 +321,28 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.touch(block.key)
         self.model.use(block)
 
+    @precondition(lambda self: self.model.known())
+    @rule(data=st.data())
+    def pin_each(self, data: st.DataObject) -> None:
+        """As a match uses side blocks: those after which the chain went on already are no longer outdated."""
+        known = sorted(self.model.known().values(), key=lambda block: block.key)
+        blocks = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True))
+        for block, pin in zip(blocks, self.index.pin_each([block.key for block in blocks]), strict=True):
+            block.pins.append(pin)
+            self.model.use(block)
+            assert block.parent is not None or not block.is_side
+            block.parts |= block.is_side and bool(self.model.next_to(block.lineage()[1], sides=False))
+
+    @rule(path=paths, count=st.integers(1, NUM_SLOTS))
+    def outdate(self, path: str, count: int) -> None:
+        keys = chain("".join(letter * self.blocks_a_letter for letter in path))
+        block = self.model.known().get(keys[-1])
+        rows = block.lineage()[1 : 1 + count] if block is not None else []
+        self.index.outdate(keys[-1], len(rows) if block is not None else count)
+        for row in rows:
+            self.model.outdate(row)
+        event(f"outdated {sum(side.last_use == 0 for side in self.model.blocks if side.is_side)}")
+
     @rule(path=st.one_of(st.just(""), paths, paths, paths, paths, paths))
     def drop(self, path: str) -> None:
         """Dropping the root is `clear`."""
@@ -308,8 +365,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = BlockIndex(self.num_slots, self.model.usable)
         assert restore(self.index, table) == set()
         self.model.blocks = held
-        for block in self.model.blocks:
-            block.pins, block.writing = [], False
+        ranked = sorted(held, key=lambda block: (block.last_use, -block.slot))
+        for rank, block in enumerate(ranked, 1):
+            block.pins, block.writing, block.last_use = [], False, rank
 
     @invariant()
     def agrees_with_the_model(self) -> None:

@@ -170,9 +170,10 @@ class Offloader:
         if state.sound < full:
             state.note_sound(self._sound_rows(state, full, tables))
         tokens = request.token_ids
+        prompt = state.record.prompt_tokens
         ids, loose = groups.worth_saving(tables, rows, state.computed, len(tokens), state.branches)
         loose = [*loose, *offered]
-        owed = Computed(name, state.keys, tokens, state.tag, first, full, 0, ids, loose, state.sound)
+        owed = Computed(name, state.keys, tokens, state.tag, first, full, 0, ids, loose, prompt, state.sound)
         left = 0
         if lazy is not None:
             lazy.confirm(name, tables)

@@ -135,6 +135,8 @@ class Saves:
             self.lazy.forget(key for key, is_good in zip(run.keys, good, strict=True) if not is_good)
         if saved:
             self.writeback.note_saved(run.stored(saved))
+            if run.replaces:
+                self.memory.index.outdate(run.parents[-1], run.replaces)
         self.writeback.note_became_held(became_held, run.keys)
         return saved
 

@@ -394,6 +394,7 @@ class BlockIndex:
         for row in rows:
             self._pins[row] += 1
             self._table.hold(row)
+        self._table.links.note_match(rows)
         return list(map(Pin, keys, rows))
 
     def unpin(self, pin: Pin) -> None:
@@ -404,6 +405,16 @@ class BlockIndex:
         self._pins[pin.slot] -= 1
         self._pinned -= 1
         self._table.release(pin.slot)
+
+    def outdate(self, key: BlockKey, count: int) -> None:
+        """Evict before all others what is attached to the `count` blocks before `key` in its chain.
+
+        A request that goes on after `key` needs it no longer. It stays as it is where chains part, or where a match has
+        ended although the chain went on; and a use ends this. Nothing happens if the key is unknown.
+        """
+        row = self._table.keys.find(key)
+        if row != NONE and count:
+            self._table.outdate_sides(self.slots_to(self._table.links.parent[row], count))
 
     # Losing
 

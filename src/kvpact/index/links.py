@@ -14,6 +14,12 @@ from numpy.typing import NDArray
 from kvpact.errors import PactViolation
 from kvpact.index.key_table import FEW, NONE, RowArray, zeros
 
+PARTS: Final = 2
+"""In `is_side`: an attached row that a match has used although the chain goes on there."""
+
+MOST_AFTER: Final = 256
+"""Most rows after one that lost what was attached to it that are looked at."""
+
 _PART: Final = 1 << 16
 """Number of rows in one pass over all rows, so that temporary arrays stay small."""
 
@@ -130,6 +136,51 @@ class Links:
                     order.append(child)
                     child = self.next[child]
         return order
+
+    def note_match(self, rows: Sequence[int]) -> None:
+        """Note that a match uses these rows: those attached where the chain goes on already part it there."""
+        for row in rows:
+            if self.is_side[row] and self.first_child[self.parent[row]] != NONE:
+                self.is_side[row] = PARTS
+
+    def passed(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Attached rows of some of these, each with its row, that a request which goes on after `rows` needs no more.
+
+        Not where the chain parts, or where a match has parted from it. Each of `rows` has a row after it.
+        """
+        found = list[tuple[int, int]]()
+        for at in np.flatnonzero(self.first_side_each[selection(rows)] != NONE).tolist() if rows else ():
+            row = rows[at]
+            side = self.first_side[row] if self.next[self.first_child[row]] == NONE else NONE
+            while side != NONE:
+                if self.is_side[side] != PARTS:
+                    found.append((side, row))
+                side = self.next[side]
+        return found
+
+    def bare_end(self, row: int) -> list[int]:
+        """Rows of a chain's end, its last one first, to which nothing is attached, if `row` is one of them.
+
+        They end where another chain parts. None if the chain goes on for `MOST_AFTER` rows.
+        """
+        end = row
+        for _ in range(MOST_AFTER):
+            if end == self.root or self.first_side[end] != NONE:
+                return []
+            child = self.first_child[end]
+            if child == NONE:
+                break
+            if self.next[child] != NONE:
+                return []
+            end = child
+        else:
+            return []
+        rows = [end]
+        row = self.parent[end]
+        while row != self.root and self.first_side[row] == NONE and self.next[self.first_child[row]] == NONE:
+            rows.append(row)
+            row = self.parent[row]
+        return rows
 
     def parted(self, rows: slice) -> NDArray[np.bool_]:
         """Mask of the rows, of one run, with attached rows or another child than the neighbour that follows."""

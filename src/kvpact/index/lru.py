@@ -99,16 +99,21 @@ class LeastRecentlyUsed:
     only ever make a row younger, so a record is a lower bound, corrected when it comes up.
     """
 
-    __slots__ = ("_queued", "_queues", "_used", "_used_each", "now")
+    __slots__ = ("_is_outdated", "_outdated", "_queued", "_queues", "_used", "_used_each", "now")
 
     def __init__(self, num_rows: int, classes: int) -> None:
         self.now = 0
         """Uses since the start. For reading only."""
         self._used_each, self._used = zeros(num_rows, "i8")
-        """Per row the tick of its last use (an order, not a time), which a block leaves to the one before it."""
+        """Per row the tick of its last use (an order, not a time), which a block leaves to the one before it; 0 of an
+        outdated block."""
         self._queues = [_Queue() for _ in range(classes)]
         self._queued = bytearray(num_rows)
         """Per row the class in whose queue its record counts, plus 1; 0 without one."""
+        self._outdated: list[list[int]] = [[] for _ in range(classes)]
+        """Per class a heap of rows that were outdated leaves once; they go before all in the queue."""
+        self._is_outdated = bytearray(num_rows)
+        """Per row the class in whose heap it is, plus 1; 0 without one."""
 
     def inserted(self, rows: slice | RowArray, slot_class: int, depth: int, left: int) -> None:
         """See `EvictionPolicy`: the depth does not count."""
@@ -126,9 +131,19 @@ class LeastRecentlyUsed:
             self.now += 1
             self._used[row] = self.now
 
+    def outdated(self, rows: Sequence[int], parent: int) -> None:
+        """See `EvictionPolicy`: their tick is 0 from now on."""
+        self.gone(rows, parent)
+        for row in rows:
+            self._used[row] = 0
+
     def offered(self, row: int, slot_class: int) -> None:
         """See `EvictionPolicy`. O(log n); nothing happens if it is queued already."""
-        if self._queued[row] != slot_class + 1:
+        if not self._used[row]:
+            if self._is_outdated[row] != slot_class + 1:
+                self._is_outdated[row] = slot_class + 1
+                heapq.heappush(self._outdated[slot_class], row)
+        elif self._queued[row] != slot_class + 1:
             self._queued[row] = slot_class + 1
             self._queues[slot_class].add(self._used[row], row)
 
@@ -138,9 +153,18 @@ class LeastRecentlyUsed:
         Amortised O(log n): a stale record is dropped once for each time that it was queued, and corrected at most once
         between two uses of its row.
         """
-        queue = self._queues[slot_class]
         mark = slot_class + 1
         used = self._used
+        outdated = self._outdated[slot_class]
+        while outdated:
+            row = outdated[0]
+            is_leaf = self._is_outdated[row] == mark and rows.evictable_leaf(row)
+            if is_leaf and not used[row]:
+                return row
+            self._drop_outdated(slot_class)
+            if is_leaf and not self._queued[row]:  # it was used
+                self.offered(row, slot_class)
+        queue = self._queues[slot_class]
         due = queue.due
         while due or queue.spans:
             if not due:
@@ -166,15 +190,25 @@ class LeastRecentlyUsed:
         leaf = self.next(rows, slot_class)
         if leaf is None:
             return None
-        queue = self._queues[slot_class]
-        queue.pop()
-        self._queued[leaf] = 0
-        bound = queue.bound()
+        if self._outdated[slot_class]:  # `next` leaves the leaf as the first
+            self._drop_outdated(slot_class)
+            bound = 1
+        else:
+            queue = self._queues[slot_class]
+            queue.pop()
+            self._queued[leaf] = 0
+            bound = queue.bound()
         first = rows.evictable_from(leaf, most) if self._used[leaf] < bound else leaf
         if first < leaf:
             (stay,) = (self._used_each[first:leaf] >= bound).nonzero()
             first += int(stay[-1]) + 1 if len(stay) else 0
         return range(first, leaf + 1)
+
+    def _drop_outdated(self, slot_class: int) -> None:
+        """Forget the first outdated row of a class."""
+        row = heapq.heappop(self._outdated[slot_class])
+        if self._is_outdated[row] == slot_class + 1:
+            self._is_outdated[row] = 0
 
     def gone(self, rows: Sequence[int], parent: int) -> None:
         """See `EvictionPolicy`. Their last use counts as one of `parent`, too."""
@@ -208,12 +242,14 @@ class LeastRecentlyUsed:
         marks[:] = 0
         marks[leaves] = 1
         self._queues = [_Queue() for _ in self._queues]
+        self._outdated = [[] for _ in self._queues]
+        self._is_outdated = bytearray(len(self._queued))
         self._queues[0].fill(self._used_each[leaves], leaves)
 
     def check(self, leaves: Sequence[int]) -> None:
         """See `EvictionPolicy`. No row has two records, and none that is younger than the row."""
         for row in leaves:
-            if not self._queued[row]:
+            if not self._queued[row] and not self._is_outdated[row]:
                 raise PactViolation(f"row {row} could be evicted and is not queued")
         for slot_class, queue in enumerate(self._queues):
             rows = [row for row in queue.rows() if self._queued[row] == slot_class + 1]
@@ -229,7 +265,7 @@ class LeastRecentlyUsed:
                 *((span << _SPAN_SHIFT, row) for span in queue.later for row in queue.later[span]),
             ]
             for tick, row in recorded:
-                if tick > self._used[row]:
+                if tick > self._used[row] > 0:
                     raise PactViolation(f"row {row} is queued as younger than its last use")
             if min(queue.later, default=queue.due_until + 1) <= queue.due_until:
                 raise PactViolation("a span of the eviction queue is due and not sorted")

@@ -49,6 +49,9 @@ class EvictionPolicy(Protocol):
     def used(self, rows: Sequence[int]) -> None:
         """Note a use of blocks, each with all blocks before it; later ones in `rows` count as used later."""
 
+    def outdated(self, rows: Sequence[int], parent: int) -> None:
+        """Note blocks that go first from now on, until they are used. Their last use counts as one of `parent`."""
+
     def offered(self, row: int, slot_class: int) -> None:
         """Note that `row` became an evictable leaf: it stays offered until `take` returns it, or finds it held."""
 

@@ -255,6 +255,7 @@ class Table:
         self._leave(order)
         order.reverse()
         at = np.array(order, np.int64)
+        lost_sides = bool(self.links.is_side_each[at].any())
         removed = list(zip(self.keys.keys(at), order, strict=True))
         self.keys.remove_each(at)
         for row in order:
@@ -269,6 +270,8 @@ class Table:
                 if self.holds[row] == 0:
                     self.evictable[self.space.class_of(row)] -= 1
                     self._set_free(row)
+        if lost_sides:
+            self._outdate_end(self.links.parent[top])
         return removed
 
     def doom(self, row: int) -> None:
@@ -286,6 +289,25 @@ class Table:
         self.held -= len(rows)
         self.evictable[slot_class] -= len(rows)
         self.space.give_back_each(rows[::-1])
+        if self.links.is_side[rows[0]]:
+            self._outdate_end(self.links.parent[rows[0]])
+
+    def outdate_sides(self, rows: Sequence[int]) -> None:
+        """Let the blocks attached to these rows go first that a request which goes on after them needs no more."""
+        for side, row in self.links.passed(rows):
+            self._outdate((side,), row)
+
+    def _outdate(self, rows: Sequence[int], parent: int) -> None:
+        """Let a side row, or the end of a chain, its last row first, go before all others."""
+        self.policy.outdated(rows, parent)
+        if self.evictable_leaf(rows[0]):
+            self.policy.offered(rows[0], self.space.class_of(rows[0]))
+
+    def _outdate_end(self, row: int) -> None:
+        """Let the end of a chain go first, if nothing is attached to it any more: no match can end there."""
+        rows = self.links.bare_end(row)
+        if rows:
+            self._outdate(rows, self.links.parent[rows[-1]])
 
     def _leave(self, rows: Sequence[int]) -> None:
         """Cut the first of `rows`, with the others after it, from its parent, which may become evictable."""

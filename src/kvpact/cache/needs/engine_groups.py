@@ -61,6 +61,8 @@ class EngineGroups:
     """The class of rows' slots."""
     row_bytes: int = field(init=False)
     """Bytes of a row; 0 if rows have no bytes."""
+    goes_on_from_states: bool = field(init=False)
+    """True if a match needs rows and the states at its end, and no other loose blocks."""
     names_first: bool = field(init=False)
     """True if the engine's first table is the chain's."""
     _context: SchedulerContext | None = field(default=None, init=False)
@@ -79,6 +81,7 @@ class EngineGroups:
         self._states = [number for number, group in enumerate(groups.groups) if group.kind is GroupKind.STATE]
         self.has_states = bool(self._states)
         self.shows_all = not groups.sides
+        self.goes_on_from_states = all(groups.groups[number].kind is GroupKind.STATE for number in groups.sides)
         self.names_first = groups.chain == 0
         self.chain_class = self.class_of(groups.chain) if groups.chain is not None else len(self.class_bytes)
         self.row_bytes = self.class_bytes[self.chain_class] if groups.chain is not None else 0
@@ -262,11 +265,24 @@ class EngineGroups:
                 if key is None:
                     key = known[number, block] = self.groups.side_key(keys[row], number, block)
                 named.setdefault(number, {})[block] = key, block_id
-        return [
+        runs = [
             self.loose_run(number, {block: blocks[block] for block in range(start, end)}, keys)
             for number, blocks in named.items()
             for start, end in runs_of(sorted(blocks))
         ]
+        if self.goes_on_from_states:
+            for run in runs:
+                run.replaces = self._replaced_by(run.rows[-1], computed.prompt)
+        return runs
+
+    def _replaced_by(self, row: int, prompt: int) -> int:
+        """Number of rows before `row` whose states one there replaces; see `Run.replaces`.
+
+        The last state of the prompt is replaced by those of a later prompt only, which may lack the answer, or have
+        another one: chat templates leave out what a model thought.
+        """
+        of_prompt = max(0, prompt - 1) // self.alignment * self.match_rows
+        return row - of_prompt if row >= of_prompt else row
 
     def loose_run(self, number: int, blocks: Mapping[int, tuple[BlockKey, int]], chain: Sequence[BlockKey]) -> Run:
         """Blocks in a row of one group, each with its key and the engine's block."""

@@ -58,6 +58,8 @@ class Computed:
     first: int
     ids: Sequence[int]
     loose: Sequence[tuple[int, int, int]] = ()
+    prompt: int = 0
+    """Tokens of the request's prompt."""
     sound: int = 0
     """Rows that are known to have the tag."""
     is_held: bool = False

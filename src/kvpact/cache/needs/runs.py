@@ -62,6 +62,9 @@ class Run:
     is_linked: bool = True
     slots: Sequence[int] = ()
     block_ids: Sequence[int] = ()
+    replaces: int = 0
+    """Number of rows before the last of `rows` to which loose blocks are attached that a request which goes on after
+    the run needs no longer."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -103,6 +106,7 @@ class Run:
             self.is_linked,
             self.slots[first:last],
             self.block_ids[first:last],
+            self.replaces,
         )
 
     @property
