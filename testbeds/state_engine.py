@@ -57,14 +57,16 @@ class OwnCache:
     unit: int
     blocks: set[int] = field(default_factory=set)
     states: set[int] = field(default_factory=set)
+    junction: int = 0
+    """Of the last prompt the tokens at which it parted from another one where there was no state; 0 if none."""
 
     def serve(self, turn: Turn, names: Sequence[int]) -> int:
         """The tokens that it has of a prompt, whose turn it then keeps."""
         most = (turn.prompt - 1) // self.unit
         shared = next((at for at in range(most) if names[at] not in self.blocks), most)
         hit = next((at for at in range(shared, 0, -1) if names[at - 1] in self.states), 0)
-        junction = shared * self.unit if shared > hit else 0
-        for end in ends_of_steps(hit * self.unit, turn.prompt, turn.answer, self.unit, junction):
+        self.junction = shared * self.unit if shared > hit else 0
+        for end in ends_of_steps(hit * self.unit, turn.prompt, turn.answer, self.unit, self.junction):
             if end % self.unit == 0:
                 self.states.add(names[end // self.unit - 1])
         self.blocks.update(names[: (turn.prompt + turn.answer - 1) // self.unit])

@@ -71,11 +71,12 @@ class Block:
 class Model:
     """Every rule of the index in its plainest form: O(n) or worse, nothing kept twice."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, bare_ends_first: bool) -> None:
         self.blocks: list[Block] = []
         self.uses = 0
         self.usable = num_slots - 3
         self.parked: list[int] = []
+        self.bare_ends_first = bare_ends_first
 
     def known(self) -> dict[bytes, Block]:
         return {block.key: block for block in self.blocks if not block.dropped}
@@ -118,7 +119,7 @@ class Model:
 
     def lost_sides(self, row: Block | None) -> None:
         """Of a chain's end to which nothing is attached any more all goes first, up to the last row with something."""
-        end = row
+        end = row if self.bare_ends_first else None
         while end is not None:
             after = self.next_to(end, sides=False)
             if self.next_to(end, sides=True) or len(after) > 1:
@@ -167,10 +168,13 @@ class IndexMachine(RuleBasedStateMachine):
     num_slots = NUM_SLOTS
     blocks_a_letter = 1
 
-    @initialize()
-    def start(self) -> None:
-        self.model = Model(self.num_slots)
-        self.index = BlockIndex(self.num_slots, self.model.usable)
+    @initialize(bare_ends_first=st.booleans())
+    def start(self, bare_ends_first: bool) -> None:
+        self.model = Model(self.num_slots, bare_ends_first)
+        self.index = self.new_index()
+
+    def new_index(self) -> BlockIndex:
+        return BlockIndex(self.num_slots, self.model.usable, bare_ends_first=self.model.bare_ends_first)
 
     def writers(self) -> list[Block]:
         return [block for block in self.model.blocks if block.writing]
@@ -333,12 +337,14 @@ class IndexMachine(RuleBasedStateMachine):
             assert block.parent is not None or not block.is_side
             block.parts |= block.is_side and bool(self.model.next_to(block.lineage()[1], sides=False))
 
-    @rule(path=paths, count=st.integers(1, NUM_SLOTS))
-    def outdate(self, path: str, count: int) -> None:
-        keys = chain("".join(letter * self.blocks_a_letter for letter in path))
-        block = self.model.known().get(keys[-1])
+    @precondition(lambda self: any(block.is_side for block in self.model.blocks))
+    @rule(data=st.data(), count=st.integers(1, NUM_SLOTS))
+    def outdate(self, data: st.DataObject, count: int) -> None:
+        known = sorted(self.model.known().values(), key=lambda block: block.key)
+        blocks: list[Block | None] = [block for block in known if not block.is_side]
+        block = data.draw(st.sampled_from(blocks or [None]))
         rows = block.lineage()[1 : 1 + count] if block is not None else []
-        self.index.outdate(keys[-1], len(rows) if block is not None else count)
+        self.index.outdate(block.key if block is not None else key_of("c"), len(rows))
         for row in rows:
             self.model.outdate(row)
         event(f"outdated {sum(side.last_use == 0 for side in self.model.blocks if side.is_side)}")
@@ -362,7 +368,7 @@ class IndexMachine(RuleBasedStateMachine):
         held = [block for block in self.model.known().values() if block.held and not block.is_side]
         table = [StoredBlock(block.key, parent_of(block.key), block.slot, block.last_use) for block in held]
         self.model.parked.clear()
-        self.index = BlockIndex(self.num_slots, self.model.usable)
+        self.index = self.new_index()
         assert restore(self.index, table) == set()
         self.model.blocks = held
         ranked = sorted(held, key=lambda block: (block.last_use, -block.slot))

@@ -140,7 +140,9 @@ def index_of(arena: Arena, groups: GroupSet, classes: Sequence[int]) -> BlockInd
     else:
         space = arena.slot_space(min(MAX_NAMES, NAMES_PER_SLOT * arena.num_slots * max(1, *arena.places)))
         chain = len(arena.places)
-    return BlockIndex(space.num_rows, space=space, classes=len(space.free), chain_class=chain)
+    classes_of_slots = len(space.free)
+    ends = groups.ends_at_states
+    return BlockIndex(space.num_rows, space=space, classes=classes_of_slots, chain_class=chain, bare_ends_first=ends)
 
 
 def number_of(index: BlockIndex) -> Callable[[int], int] | None:

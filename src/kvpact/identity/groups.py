@@ -152,6 +152,11 @@ class GroupSet:
         """Number of tokens after a row that its key covers, so that a key covers every token its blocks depend on."""
         return int(any(group.drops_last for group in self.groups))
 
+    @property
+    def ends_at_states(self) -> bool:
+        """True if a match needs of the side groups the states at its end, and nothing else."""
+        return bool(self.sides) and all(self.groups[number].kind is GroupKind.STATE for number in self.sides)
+
     def row_of(self, number: int, block: int) -> int:
         """Row of the chain in which a group's block ends."""
         return ((block + 1) * self.groups[number].block_size - 1) // self.block_size

@@ -51,17 +51,19 @@ class BlockIndex:
         space: SlotSpace | None = None,
         classes: int = 1,
         chain_class: int = 0,
+        bare_ends_first: bool = False,
     ) -> None:
         """Hand out only the first `usable_slots` slots, until `use_slots` says otherwise; None: all.
 
         With a `space` its rows are the slots, of so many classes, and the chains' are of `chain_class`.
+        `bare_ends_first`: the end of a chain that has lost what was attached to it is evicted before all others.
         """
         if num_slots < 1:
             raise ValueError(f"an index needs at least 1 slot, not {num_slots}")
         self.space: SlotSpace = space or PlainSlots(num_slots, usable_slots)
         """Free slots."""
         self.num_slots = self.space.num_rows
-        self._table = Table(self.space, classes, chain_class)
+        self._table = Table(self.space, classes, chain_class, bare_ends_first)
         self._losses = Losses(self._table)
         self._pins = zeros(self.num_slots + 1, "i4")[1]
         self._pinned = 0

@@ -59,12 +59,14 @@ class Table:
     """
 
     __slots__ = (
-        "chain_class", "evictable", "held", "holds", "holds_each", "keys", "links", "policy", "root", "space", "state",
-        "state_each",
+        "bare_ends_first", "chain_class", "evictable", "held", "holds", "holds_each", "keys", "links", "policy", "root",
+        "space", "state", "state_each",
     )  # fmt: skip
 
-    def __init__(self, space: SlotSpace, classes: int, chain_class: int) -> None:
+    def __init__(self, space: SlotSpace, classes: int, chain_class: int, bare_ends_first: bool = False) -> None:
         """Make rows of so many classes, those of chains of `chain_class`."""
+        self.bare_ends_first = bare_ends_first
+        """True if the end of a chain goes first once nothing is attached to it."""
         self.space = space
         """Free rows."""
         self.chain_class = chain_class
@@ -305,7 +307,7 @@ class Table:
 
     def _outdate_end(self, row: int) -> None:
         """Let the end of a chain go first, if nothing is attached to it any more: no match can end there."""
-        rows = self.links.bare_end(row)
+        rows = self.links.bare_end(row) if self.bare_ends_first else ()
         if rows:
             self._outdate(rows, self.links.parent[rows[-1]])
 

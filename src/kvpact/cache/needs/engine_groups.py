@@ -61,8 +61,6 @@ class EngineGroups:
     """The class of rows' slots."""
     row_bytes: int = field(init=False)
     """Bytes of a row; 0 if rows have no bytes."""
-    goes_on_from_states: bool = field(init=False)
-    """True if a match needs rows and the states at its end, and no other loose blocks."""
     names_first: bool = field(init=False)
     """True if the engine's first table is the chain's."""
     _context: SchedulerContext | None = field(default=None, init=False)
@@ -81,7 +79,6 @@ class EngineGroups:
         self._states = [number for number, group in enumerate(groups.groups) if group.kind is GroupKind.STATE]
         self.has_states = bool(self._states)
         self.shows_all = not groups.sides
-        self.goes_on_from_states = all(groups.groups[number].kind is GroupKind.STATE for number in groups.sides)
         self.names_first = groups.chain == 0
         self.chain_class = self.class_of(groups.chain) if groups.chain is not None else len(self.class_bytes)
         self.row_bytes = self.class_bytes[self.chain_class] if groups.chain is not None else 0
@@ -270,7 +267,7 @@ class EngineGroups:
             for number, blocks in named.items()
             for start, end in runs_of(sorted(blocks))
         ]
-        if self.goes_on_from_states:
+        if self.groups.ends_at_states:
             for run in runs:
                 run.replaces = self._replaced_by(run.rows[-1], computed.prompt)
         return runs
