@@ -105,8 +105,8 @@ def _scenarios(name: str, settings: dict[str, Any]) -> list[Scenario]:
 def turns_of_model(model: RealModel, harness: Harness) -> None:
     """A real model's next turn goes on from a boundary inside an answer that was made with drafts, if it is offered."""
     unit, served = model.block_size, 0
-    sizes = {"model": model, "block_size": unit, "num_blocks": 40 * (len(model.layers) // 4 + 1)}
-    drafts = {"draft_tokens": model.drafts, "accepted_drafts": 60, "draft_method": "mtp"}
+    sizes: dict[str, Any] = {"model": model, "block_size": unit, "num_blocks": 40 * (len(model.layers) // 4 + 1)}
+    drafts: dict[str, Any] = {"draft_tokens": model.drafts, "accepted_drafts": 60, "draft_method": "mtp"}
     with harness.engine(**sizes, **drafts, max_num_seqs=4) as engine:
         for seed in range(1, 5):
             before = engine.observed.offers
