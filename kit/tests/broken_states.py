@@ -9,6 +9,7 @@ from typing import Any
 from kvpact.contract import CacheSpec, StepWork
 from kvpact.identity.groups import GroupKind
 from kvpact.identity.keys import BlockKey
+from kvpact.ranges import BlockRange
 from kvpact.vllm import PactConnector
 from kvpact_testkit.engine.reference import ReferenceCache
 
@@ -56,33 +57,36 @@ class KeepsStatesOfDrafts(ReferenceCache):
         return super().end_step()
 
 
-class JoinsTails(ReferenceCache):
+class AsksOneKind(ReferenceCache):
+    """Asked is whether the groups of one kind have their blocks, not the others."""
+
+    asked: GroupKind
+    asks_all = False
+
+    def _find(self, keys: list[BlockKey], computed: int, most: int) -> int:
+        def first_missing(group: int, blocks: BlockRange) -> int | None:
+            if self._groups.groups[group].kind is not self.asked and not self.asks_all:
+                return None
+            own = computed // self._groups.groups[group].block_size
+            return next((i for i in blocks if i >= own and self._stored(self._name(keys, group, i)) is None), None)
+
+        return self._groups.longest_match(most, first_missing)
+
+
+class JoinsTails(AsksOneKind):
     """Behind a local prefix the tail of the attention is enough: whose state is at its end is not asked."""
 
+    asked = GroupKind.FULL
+
     def _find(self, keys: list[BlockKey], computed: int, most: int) -> int:
-        return (
-            _find_of(self, GroupKind.FULL, super()._find, keys, computed, most)
-            if computed
-            else super()._find(keys, computed, most)
-        )
+        self.asks_all = not computed
+        return super()._find(keys, computed, most)
 
 
-class PromisesAStateAlone(ReferenceCache):
+class PromisesAStateAlone(AsksOneKind):
     """Where the state at the end is kept, the blocks of attention below it are not asked for."""
 
-    def _find(self, keys: list[BlockKey], computed: int, most: int) -> int:
-        return _find_of(self, GroupKind.STATE, super()._find, keys, computed, most)
-
-
-def _find_of(cache: Any, kind: GroupKind, find: Callable[..., int], *place: Any) -> int:
-    """`find` of a cache to which the groups of another kind than this have all of their blocks."""
-    whole, stored = cache._groups, cache._stored
-    others = {number for number, group in enumerate(whole.groups) if group.kind is not kind}
-    cache._stored = lambda name: name if name is not None and name.group in others else stored(name)
-    try:
-        return find(*place)
-    finally:
-        del cache._stored
+    asked = GroupKind.STATE
 
 
 class SavesBeforeSampling(PactConnector):

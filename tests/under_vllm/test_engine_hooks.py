@@ -13,11 +13,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from vllm.forward_context import ForwardContext
+
 from kvpact.cache import idle_steps
-from kvpact.contract import LoadJob
+from kvpact.contract import LoadJob, SaveJob, StepWork
 from kvpact.errors import ConfigError
 from kvpact.tiers.disk.inspection import verify_slab
-from kvpact.vllm.messages import PactHandshake, PactMetadata
+from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.wire import StepMessage
 from kvpact_testkit.vllm.faulty_copies import FaultyEngine
 from polling import until
@@ -375,6 +377,27 @@ def test_h13_orders_that_cannot_be_encoded_are_a_broken_step_and_hold_nothing(
     for _ in range(2):
         engine.forget()
         assert_right(engine, LONGER)
+
+
+@pytest.mark.parametrize("asks_for_saves", [True, False], ids=["0.31", "0.30"])
+def test_h44_a_save_of_a_step_that_computes_nothing_is_made_and_reported_once(
+    start: Callable[..., PlayedEngine], asks_for_saves: bool
+) -> None:
+    """vLLM 0.30 calls no `wait_for_save` there: the save was never reported, and its block held for ever."""
+    engine = stored(start, **SYNCHRONOUS)
+    worker = engine.worker
+    job = SaveJob(1000, "r", 0, slots=(0,), block_ids=(1,))
+    worker.bind_connector_metadata(PactMetadata.of(StepMessage(StepWork(saves=(job,)), computes=False)))
+    worker.start_load_kv(ForwardContext({}, {}, {}))
+    if asks_for_saves:
+        worker.wait_for_save()
+    worker.get_transfer_results(set())
+    assert part(engine, "transfer").drain(10.0)
+    worker.bind_connector_metadata(PactMetadata.of(StepMessage(computes=False)))
+    worker.get_transfer_results(set())
+    report = worker.build_connector_worker_meta()
+    assert isinstance(report, PactWorkerMetadata)
+    assert [*report.message().ranks[0]] == [1000]
 
 
 # Everything at once

@@ -186,11 +186,21 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
         """The forward pass is over: copy its blocks in the background, protected by the scheduler's half."""
-        self.cache_worker.end_forward(self._message())
+        message = self._message()
+        if message.computes:
+            self.cache_worker.end_forward(message)
+
+    @guarded(lambda: None)
+    def _begin_other_saves(self) -> None:
+        """Begin the saves of a step that computes nothing, in which vLLM 0.30 does not call `wait_for_save`."""
+        message = self._message()
+        if not message.computes:
+            self.cache_worker.end_forward(message)
 
     @guarded(lambda: transfer_results(set(), set()))
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose asynchronous load ended, and those of them whose load counts for nothing."""
+        self._begin_other_saves()
         ended = self._poll() or self.cache_worker.give_up_step()  # the next step would be too late to report them
         self._invalid_blocks |= ended.invalid_blocks
         return transfer_results(ended.arrived, ended.lost)

@@ -222,7 +222,7 @@ class ReferenceCache(StoredBlocks, ExternalCache):
         self._hold_unnamed(request.request_id, filled, names)
 
     def _filled_blocks(self, request_id: str, tables: Sequence[Sequence[int]], computed: int) -> list[dict[int, int]]:
-        """Of each group the blocks that hold what they should: number -> the engine's. States are those that the engine
+        """Return the sound blocks of each group: number -> the engine's. States are those that the engine
         offers, where it does, also in earlier steps before they had a name."""
         kinds = self._groups.groups
         offered = self._offers.offered_states(request_id) if self._offers is not None else None
