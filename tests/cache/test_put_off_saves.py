@@ -72,6 +72,18 @@ def test_blocks_are_given_back_in_the_sequences_in_which_they_were_taken(scene: 
     assert not any(scene.blocks.taken.values()), "else `BlockRefs` counts each block, a quarter of a save's report"
 
 
+def test_what_the_engine_computes_again_is_saved_when_it_has(scene: Scene) -> None:
+    """An engine that drops a step's tokens goes back: blocks behind hold nothing until they are computed again."""
+    request = SceneRequest("a", tokens(LENGTH))
+    scene.report(scene.step_computing(request))
+    scene.cache.note_computed(request, 10 * BLOCK_SIZE, lambda: scene.tables["a"])
+    saves = steps_until_rest(scene, scene.cache.end_step())
+    assert [(save.start_block, len(save.slots)) for save in saves] == [(4, PIECE), (8, 2)]
+    scene.cache.note_computed(request, LENGTH, lambda: scene.tables["a"])
+    saves = steps_until_rest(scene, scene.cache.end_step())
+    assert [block for save in saves for block in save.block_ids] == scene.tables["a"][10:24]
+
+
 def test_two_large_requests_of_one_step_wait_in_turn(scene: Scene) -> None:
     requests = [SceneRequest(name, tokens(2 * PIECE * BLOCK_SIZE + 1, seed)) for seed, name in enumerate("ab")]
     for request in requests:

@@ -85,6 +85,10 @@ class Offloader:
         """
         lazy = self.saves.lazy
         groups = self.groups
+        if computed < state.computed:  # drafts were rejected, or the engine computes again what it has dropped
+            first = computed // groups.block_size
+            self.saves.jobs.cut_put_off(request.request_id, first)
+            state.go_back(first, groups.block_size)
         before = state.computed
         smallest = groups.smallest_block
         saves_any = self.saves_any
