@@ -6,7 +6,7 @@ the workers supply.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -48,18 +48,20 @@ class ComputedTokens:
         PactViolation before vLLM has offered its block tables.
         """
         step_tokens = scheduler_output.num_scheduled_tokens
-        names: Iterable[str] = step_tokens
+        names: Collection[str] = step_tokens
         before = self._noted_revision
         self._noted_revision = self._identities.revision
         if before == self._noted_revision and not self._loads.any_distrusted:
             running = scheduler_output.scheduled_cached_reqs
             others = cache.note_running(running.req_ids, running.num_computed_tokens, step_tokens)
             names = [*others, *[new.req_id for new in scheduler_output.scheduled_new_reqs]]
-        whole = self._loads.whole_requests
+        whole = context if self._loads.whole_requests else None
+        if not names and whole is None:
+            return
         distrusted = list[str]()
-        with context.saving(scheduler_output) if whole and context is not None else nullcontext():
-            if context is not None and context.requests_with_states:  # of quiet ones, too, and of some in no step
-                names = dict.fromkeys([*names, *context.requests_with_states])
+        with whole.saving(scheduler_output) if whole is not None else nullcontext():
+            if whole is not None and whole.requests_with_states:  # of quiet ones, too, and of some in no step
+                names = dict.fromkeys([*names, *whole.requests_with_states])
             for request_id in names:
                 view = self._requests.get(request_id)
                 if view is None:
@@ -71,9 +73,9 @@ class ComputedTokens:
                 else:
                     computed = view.request.num_computed_tokens + step_tokens.get(request_id, 0)
                     cache.note_computed(view, computed, partial(context.chain_of, view.request_id))
-        if whole and context is not None:
+        if whole is not None:
             for request_id in distrusted:
-                context.evict_published(list(chain.from_iterable(context.get_block_ids(request_id))))
+                whole.evict_published(list(chain.from_iterable(whole.get_block_ids(request_id))))
 
     def look_up(self, lookup: SupportsStepLookup, scheduler_output: Any) -> None:
         """Have the workers look for what this step computes, where the request can still be given it then."""
