@@ -18,12 +18,12 @@ from inert_blocks import NULL, InertBlocks
 from kvpact.cache.cache import EngineKV, PactCache
 from kvpact.config import load_config
 from kvpact.identity.groups import GroupKind, GroupSet
-from kvpact.identity.keys import KEY_BYTES, Namespace, RequestIdentity
+from kvpact.identity.keys import KEY_BYTES, Namespace
 from kvpact.index.classed_slots import ClassedSlots
 from kvpact.index.slot_space import Blocks, SlotSpace
 from kvpact.memory.arena import Arena
 from kvpact.memory.extents import Extents, extents_for, slot_classes
-from played_engine import Slots, carried_out
+from played_engine import Prompt, Slots, carried_out
 from state_turns import Turn
 
 STEP_TOKENS = 8192
@@ -112,16 +112,6 @@ class ModelSlots(Slots):
         return cast(SlotSpace, FixedShares(self.places, self._parts))
 
 
-@dataclass
-class Asked:
-    """A request as the cache sees it."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    identity: RequestIdentity | None = field(default_factory=RequestIdentity)
-    may_load: bool = True
-
-
 class StateEngine:
     """An engine whose own prefix cache is empty before each prompt, over a `PactCache` with so many bytes of memory."""
 
@@ -147,7 +137,7 @@ class StateEngine:
     def serve(self, turn: Turn, junction: int = 0) -> int:
         """The tokens of the prompt that come from the cache; then computes the rest, and the answer."""
         tokens = array("I", turn.tokens(0, turn.prompt + turn.answer).astype("u4").tobytes())
-        request = Asked(f"{turn.number}", tokens[: turn.prompt])
+        request = Prompt(f"{turn.number}", tokens[: turn.prompt])
         cache = self.cache
         match = None
         while match is None:

@@ -195,10 +195,12 @@ class SchedulerSide:
             return NO_MATCH
         cache = mounted.cache
         match = self._probes.answer(cache, view, num_computed_tokens)
-        step_end = mounted.step_end(view.request_id) if match is not None else 0
+        if match is None:
+            return None
+        step_end = mounted.step_end(view.request_id) if self._groups.several else 0
         if step_end:
             end_step_at(request, step_end)
-        if match is None or not match.num_tokens:
+        if not match.num_tokens:
             return match
         if self._groups.several and not match.load_kv_async:
             cache.abort_external_match(view.request_id, match, "synchronous")

@@ -53,8 +53,8 @@ class EngineGroups:
     """A match is a multiple of so many tokens."""
     match_rows: int = field(init=False)
     """A match is a multiple of so many rows."""
-    has_states: bool = field(init=False)
-    """True if a group keeps states, which an engine leaves at ends of steps alone."""
+    states: Sequence[int] = field(init=False)
+    """Numbers of the groups of states, which an engine leaves at ends of steps alone."""
     smallest_block: int = field(init=False)
     """Tokens of the smallest block of any group."""
     chain_class: int = field(init=False)
@@ -65,8 +65,6 @@ class EngineGroups:
     """True if the engine's first table is the chain's."""
     _context: SchedulerContext | None = field(default=None, init=False)
     _offers: OffersStates | None = field(default=None, init=False)
-    _states: Sequence[int] = field(init=False)
-    """Numbers of the groups of states."""
     _is_null: dict[int, bool] = field(default_factory=dict, init=False)
     """The engine's block -> whether it is a null block, which it stays. A pool bounds how many there are."""
 
@@ -76,8 +74,7 @@ class EngineGroups:
         self.alignment = groups.alignment
         self.match_rows = groups.alignment // groups.block_size
         self.smallest_block = min(group.block_size for group in groups.groups)
-        self._states = [number for number, group in enumerate(groups.groups) if group.kind is GroupKind.STATE]
-        self.has_states = bool(self._states)
+        self.states = [number for number, group in enumerate(groups.groups) if group.kind is GroupKind.STATE]
         self.shows_all = not groups.sides
         self.names_first = groups.chain == 0
         self.chain_class = self.class_of(groups.chain) if groups.chain is not None else len(self.class_bytes)
@@ -157,7 +154,7 @@ class EngineGroups:
 
         So many of the request's tokens are `known`.
         """
-        offered = self._offered(request_id, block_ids, min(computed, known)) if self._states else ()
+        offered = self._offered(request_id, block_ids, min(computed, known)) if self.states else ()
         if before // self.smallest_block >= computed // self.smallest_block and not offered:
             return None, (), ()
         tables = self.tables(request_id, block_ids)
@@ -217,7 +214,7 @@ class EngineGroups:
     def _offered(self, request_id: str, block_ids: Callable[[], Sequence[int]], computed: int) -> Sequence[LooseBlock]:
         if self._offers is not None:
             return self._offers.offered_states(request_id)
-        sizes = {number: self.groups.groups[number].block_size for number in self._states}
+        sizes = {number: self.groups.groups[number].block_size for number in self.states}
         ends = {number: computed // size - 1 for number, size in sizes.items() if computed and not computed % size}
         tables = self.tables(request_id, block_ids) if self._context is not None and ends else ()
         found = [(number, block, tables[number][block : block + 1]) for number, block in ends.items() if tables]

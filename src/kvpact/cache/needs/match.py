@@ -134,7 +134,7 @@ class Needs:
         stored = max(held, *by_tier, 0)
         if tiers and stored > resident:
             reach = self.longest(either(memory, *tiers), stored)
-        if groups.chain is not None and self.of.has_states:
+        if groups.chain is not None and self.of.states:
             whole = stored - stored % self.of.match_rows
             self.lacks_state_at = whole if whole > max(reach, self.start) else 0
         if reach <= held:  # the tiers are needed for loose blocks alone
