@@ -9,16 +9,18 @@ BIN := $(VENV)/bin
 # take hours or a GPU. lifecycle and churn take 17 minutes and more, e2e 45.
 BENCHMARKS := limits copy tiers index imports lifecycle running flood step_time disk_tier engine_speed decodes e2e churn
 
-.PHONY: help setup demo gpu check test test-3.13 lint bench proofs soak
+.PHONY: help setup demo gpu check test test-3.13 lint bench site proofs soak
 
 help:
 	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
+	@echo 'make demo VLLM=0.33.0   the same on Python files of another release, over the installed compiled parts'
 	@echo 'make gpu    what only a GPU can prove, with the packages that are there: no network is needed'
 	@echo 'make check  format, lint, types, counts, and all tests that need no engine and no server: three minutes'
 	@echo 'make test   format, lint, types, all tests'
 	@echo 'make test-3.13  the tests that need no engine on Python 3.13, in .venv-3.13, where the machine has it'
 	@echo 'make lint   format, lint, types, and that there are no more lines of code and words than may be'
 	@echo 'make bench  the benchmarks that show what is fast; python -m benchmarks lists all'
+	@echo 'make site   the pages of docs/ as a site, in build/site'
 	@echo 'make proofs what takes real engines longest, in a short form; what fails is run once more'
 	@echo 'make soak   the proofs, and the long form of what has one'
 	@echo 'make setup  only .venv, with vLLM for the CPU and the development tools'
@@ -28,9 +30,9 @@ setup:
 	@$(SETUP) engine=cpu dev
 
 demo:
-	@$(SYSTEM) venv engine
-	@$(SETUP) engine
-	@$(BIN)/kvpact demo
+	@$(SYSTEM) venv engine$(if $(VLLM),=cpu)
+	@$(SETUP) engine$(if $(VLLM),=cpu)
+	@$(if $(VLLM),$(BIN)/python scripts/on_release.py $(VLLM) )$(BIN)/kvpact demo
 
 gpu:
 	@$(or $(wildcard $(BIN)/python),$(PYTHON),python3) scripts/run_gpu.py
@@ -57,6 +59,11 @@ bench: setup
 	@set -e; for benchmark in $(BENCHMARKS); do \
 		echo "== $$benchmark"; $(BIN)/python -m benchmarks $$benchmark; \
 	done
+
+site:
+	@$(SYSTEM) venv
+	@$(SETUP) dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 proofs: setup
 	$(BIN)/python scripts/run_proofs.py

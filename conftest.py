@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ ENGINES = (
     "kit/tests/test_conformance_command.py",
     "tests/under_vllm/test_engine_by_name.py",
     "tests/under_vllm/test_engine_company.py",
+    "tests/under_vllm/test_engine_compare.py",
+    "tests/under_vllm/test_engines_share_memory.py",
     "tests/under_vllm/test_engine_documents.py",
     "tests/under_vllm/test_engine_e2e.py",
     "tests/under_vllm/test_engine_families.py",
@@ -50,6 +53,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_keys.py",
     "tests/under_vllm/test_engine_lives.py",
     "tests/under_vllm/test_engine_metrics.py",
+    "tests/under_vllm/test_engine_newest.py",
     "tests/under_vllm/test_engine_offload_tier.py",
     "tests/under_vllm/test_engine_offloading.py",
     "tests/under_vllm/test_engine_other_caches.py",
@@ -65,7 +69,10 @@ ENGINES = (
     "tests/under_vllm/test_engine_weight_files.py",
     "tests/under_vllm/test_engine_weights.py",
     "tests/under_vllm/test_flood.py",
+    "tests/under_vllm/test_http_first_hour.py",
     "tests/under_vllm/test_http_life.py",
+    "tests/under_vllm/test_http_neighbours.py",
+    "tests/under_vllm/test_http_routers.py",
     "tests/under_vllm/test_http_slow_store.py",
     "tests/under_vllm/test_http_states.py",
     "tests/under_vllm/test_http_status.py",
@@ -141,6 +148,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if needs_engine and not item.nodeid.startswith(ENGINES):
             raise pytest.UsageError(f"{item.nodeid} starts an engine; its file must be among ENGINES in {__file__}")
     items.sort(key=rank)
+
+
+TESTS_RUN = count()
+
+
+@pytest.fixture(autouse=True)
+def engines_meet_in_a_folder_of_their_test(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Engines answer, and meet each other, in a folder that no engine of another test, and none of a developer, knows.
+
+    An engine that later tests use too stays in that of the first.
+    """
+    folders = tmp_path_factory.getbasetemp() / "run"
+    folders.mkdir(exist_ok=True)
+    (folder := folders / str(next(TESTS_RUN))).mkdir()
+    os.environ["XDG_RUNTIME_DIR"] = str(folder)
 
 
 def pytest_collection_finish() -> None:

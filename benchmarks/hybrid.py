@@ -2,9 +2,11 @@
 
 No engine: vLLM's steps and offers of states are played over `PactCache` (testbeds/state_engine.py), its engine's own
 cache always empty. "enough": with memory for everything; `own` is vLLM's prefix cache so, `below_units` how many units
-of alignment a turn kvpact is below it. "quarter": memory for a quarter of what all conversations need, one state each,
-with kvpact's rule and with a fixed share of the memory for states. `lost_in_last_step`: boundaries within a request's
-last 4 tokens, whose states vLLM does not offer when it drafts 3. Traces: the two of `data`.
+of alignment a turn kvpact is below it. Interval "0": vLLM's default of `--prefix-cache-retention-interval`, which keeps
+no states of answers; all other rows keep each ("unit"). "quarter": memory for a quarter of what all conversations need,
+one state each, with kvpact's rule and with a fixed share of the memory for states. "disk": the same on a disk, by the
+states that are written (`DiskContent`). `lost_in_last_step`: boundaries
+within a request's last 4 tokens, whose states vLLM does not offer when it drafts 3. Traces: the two of `data`.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ def turns_of(trace: str, data: Path, conversations: int) -> list[Turn]:
     return coding_turns(data / "coding_sessions_delta.jsonl.gz", conversations)
 
 
-def hits(name: str, turns: Sequence[Turn], memory: int, share: int | None) -> int:
+def hits(name: str, turns: Sequence[Turn], memory: int, share: int | None = None, keeps_all: bool = True) -> int:
     """Tokens that kvpact has of all prompts."""
     from hybrid_models import read_model
     from state_engine import StateEngine
 
-    engine = StateEngine(read_model(name), memory, share)
+    engine = StateEngine(read_model(name), memory, share, keeps_all)
     found = sum(map(engine.serve, turns))
     engine.cache.check()
     return found
@@ -56,8 +58,8 @@ def rows(
     data: Path = DATA,
 ) -> Iterator[dict[str, Any]]:
     """One row of each model, trace, memory, and share."""
-    from hybrid_models import read_model
-    from state_engine import OwnCache, bytes_needed
+    from hybrid_models import read_model, rounded
+    from state_engine import DiskContent, OwnCache, bytes_needed
     from state_turns import pieces
 
     require_known("--models", models, MODELS)
@@ -74,15 +76,30 @@ def rows(
             lost = sum(end // own.unit > max(0, end - STEP_WITH_DRAFTS) // own.unit for end in ends)
             row: dict[str, Any] = {"trace": trace, "model": name, "unit": own.unit, "turns": len(turns)}
             enough = bytes_needed(model, len(own.blocks), len(own.states)) * 5 // 4
-            found = hits(name, turns, enough, None)
-            yield row | {
-                "memory": "enough",
-                "gib": round(enough / 2**30, 1),
-                "own_percent": round(100 * most / tokens, 2),
-                "hit_percent": round(100 * found / tokens, 2),
-                "below_units": round((most - found) / own.unit / len(turns), 4),
-                "lost_in_last_step": lost,
-            }
+            default = OwnCache(own.unit, keeps_all=False)
+            fewer = sum(default.serve(turn, names) for turn, names in pieces(turns, own.unit))
+            for interval, its, keeps_all in (("unit", most, True), ("0", fewer, False)):
+                found = hits(name, turns, enough, keeps_all=keeps_all)
+                yield row | {
+                    "memory": "enough",
+                    "interval": interval,
+                    "gib": round(enough / 2**30, 1),
+                    "own_percent": round(100 * its / tokens, 2),
+                    "hit_percent": round(100 * found / tokens, 2),
+                    "below_units": round((its - found) / own.unit / len(turns), 4),
+                    "lost_in_last_step": lost,
+                }
+            slots = needed // 4 // max(rounded(one.payload_bytes) for one in model.groups)
+            for writes in ("all", "last", "default"):
+                disk = DiskContent(model, slots, writes)
+                found = sum(disk.serve(turn, names) for turn, names in pieces(turns, own.unit))
+                hit = round(100 * found / tokens, 2)
+                yield row | {
+                    "memory": "disk",
+                    "gib": round(needed / 4 / 2**30, 1),
+                    "states": writes,
+                    "hit_percent": hit,
+                }
             for share in (None, *shares):
                 found = hits(name, turns, needed // 4, share)
                 yield row | {

@@ -3,7 +3,8 @@
 "fill": chains of 250 blocks are reserved and completed while there is room; "new": once each evicts others; beside them
 a Python dict of the same keys (`dict_...`), which evicts nothing and knows no chains. `growth` is the cost of a new
 block over that in the smallest index; the goal is 1.5. "two classes": slots of two sizes, a chain and a window of
-64 side blocks on its end, each new one evicting others. Microseconds of CPU time. "restart": a slab whose payloads are
+64 side blocks on its end, each new one evicting others. Microseconds of CPU time. "in a memory file": an index as the
+cache has it, with columns that other processes can read. "restart": a slab whose payloads are
 a hole is opened, with its header table in the page cache and without, beside plain reads of that table. "foreign slab":
 what one learns of a slab that another engine writes. Needs no engine. Ten million blocks need 3 GB of memory and 3 GB
 of disk.
@@ -27,6 +28,8 @@ from benchmarks.table import ratio, spread
 from kvpact.identity.keys import BlockKey, Namespace
 from kvpact.index.block_index import ROOT, BlockIndex
 from kvpact.index.classed_slots import ClassedSlots
+from kvpact.index.column_file import ColumnFile
+from kvpact.index.slot_space import PlainSlots
 from kvpact.own_files import PRIVATE
 from kvpact.tiers.accounts import Accounts
 from kvpact.tiers.base import HEADER_BYTES
@@ -62,9 +65,9 @@ def micros(name: str, actions: Sequence[Callable[[], object]], blocks: int = 1) 
 
 
 def resident_bytes() -> int:
-    """The process's own memory that is resident: without files."""
+    """The process's own memory that is resident, and that of memory files: without other files."""
     with open("/proc/self/status") as status:
-        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+        return sum(1024 * int(line.split()[1]) for line in status if line.startswith(("RssAnon", "RssShmem")))
 
 
 def save(index: BlockIndex, keys: Sequence[BlockKey]) -> None:
@@ -111,14 +114,14 @@ def dict_columns(blocks: int) -> dict[str, float]:
     return columns | {"dict_bytes": round((resident_bytes() - before) / len(known), 1)}
 
 
-def index_row(blocks: int, smallest: dict[str, Any] | None) -> dict[str, Any]:
+def index_row(blocks: int, smallest: dict[str, Any] | None, *, in_file: bool) -> dict[str, Any]:
     """An index of `blocks` slots that is filled, and then evicts for each new block."""
-    before = resident_bytes()
-    index, chains = BlockIndex(blocks), blocks // CHAIN_BLOCKS
+    before, chains, space = resident_bytes(), blocks // CHAIN_BLOCKS, PlainSlots(blocks)
+    index = BlockIndex(blocks, space=space, columns=ColumnFile(space) if in_file else None)
     filling = [seconds(partial(save, index, chain(number))) for number in range(chains)]
     resident = resident_bytes() - before
     held = [chain(chains - 1 - turn * (chains - 1) // REPEATS) for turn in range(REPEATS)]
-    row: dict[str, Any] = {"what": "index", "blocks": blocks}
+    row: dict[str, Any] = {"what": "index in a memory file" if in_file else "index", "blocks": blocks}
     row |= spread("fill_us", [1e6 * one / CHAIN_BLOCKS for one in filling[-REPEATS:]])
     row["bytes"] = round(resident / blocks, 1)
     row |= micros("held_prefix_250_us", [partial(index.held_prefix, keys) for keys in held])
@@ -241,8 +244,10 @@ def rows(
     """
     found: list[dict[str, Any]] = []
     for blocks in sizes:
-        row = in_child(index_row, blocks, found[0] if found else None) | in_child(dict_columns, blocks)
-        found.append(row | {"fill_over_dict": ratio(row["fill_us"], row["dict_fill_us"])})
+        known = in_child(dict_columns, blocks)
+        for in_file in (False, True):
+            row = in_child(partial(index_row, in_file=in_file), blocks, found[0] if found else None) | known
+            found.append(row | {"fill_over_dict": ratio(row["fill_us"], row["dict_fill_us"])})
     if classes:
         found.append(in_child(classes_row, classes))
     if restart:

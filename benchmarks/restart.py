@@ -38,7 +38,6 @@ from benchmarks.restart_stores import (
     bound_bytes,
     can_hang,
     children,
-    disk_bytes,
     flip_bits,
     folder_of,
     hanging,
@@ -46,6 +45,7 @@ from benchmarks.restart_stores import (
     wait_written,
 )
 from benchmarks.table import percentile, spread
+from kvpact_testkit.compare.stores import disk_bytes
 from kvpact_testkit.demo.engine import EngineError
 from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.phases import drop_page_cache, settle

@@ -30,6 +30,7 @@ from benchmarks.e2e_engines import (
 )
 from benchmarks.e2e_runs import WAKE_UP, Prompt
 from kvpact.config import load_config
+from kvpact_testkit.compare.stores import disk_bytes, files_of, flip_bit
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.phases import class_arguments
@@ -137,20 +138,6 @@ def absent(peers: Iterable[str], python: str) -> list[str]:
     return [peer for peer in peers if not is_there(peer, python)]
 
 
-def files_of(store: Path) -> list[Path]:
-    """All files of a store, in one order."""
-    return sorted(path for path in store.rglob("*") if path.is_file()) if store.exists() else []
-
-
-def disk_bytes(store: Path) -> int:
-    """What they take on disk. A file may vanish meanwhile."""
-    total = 0
-    for path in files_of(store):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_blocks * 512
-    return total
-
-
 def answer(engine: EngineProcess, prompt: Prompt, patience: float = 180.0) -> Output | None:
     """None if its log-probabilities are no numbers."""
     try:
@@ -178,12 +165,7 @@ def flip_bits(store: Path, share: float, seed: int = 0) -> int:
     sizes = [path.stat().st_size for path in files]
     flips = round(sum(sizes) * 8 * share)
     for path in choose.choices(files, sizes, k=flips) if flips else ():
-        with path.open("r+b") as file:
-            at = choose.randrange(path.stat().st_size)
-            file.seek(at)
-            (byte,) = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte ^ 1 << choose.randrange(8)]))
+        flip_bit(path, choose.randrange(path.stat().st_size), choose.randrange(8))
     return flips
 
 

@@ -22,6 +22,8 @@ from time import sleep, thread_time
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+from vllm.config import KVEventsConfig
+
 from kvpact_testkit.vllm.compat import (
     MODEL,
     EngineSettings,
@@ -110,8 +112,21 @@ def settled_garbage() -> Iterator[None]:
 class SchedulerHalf:
     """One engine: vLLM's scheduler, the connector's scheduler half, and one worker half."""
 
-    def __init__(self, transfer: Mapping[str, Any], *, tokens: int, block_size: int, chunk: int, requests: int) -> None:
-        """Room for `requests` prompts of `tokens` tokens at once; `chunk` tokens a step, 0: all those in one step."""
+    def __init__(
+        self,
+        transfer: Mapping[str, Any],
+        has_events: bool = False,
+        /,
+        *,
+        tokens: int,
+        block_size: int,
+        chunk: int,
+        requests: int,
+    ) -> None:
+        """Room for `requests` prompts of `tokens` tokens at once; `chunk` tokens a step, 0: all those in one step.
+
+        With `has_events` the engine publishes KV events, to nobody.
+        """
         blocks = requests * (-(-tokens // block_size) + 2) + 8
         self.settings = EngineSettings(
             num_blocks=blocks,
@@ -123,6 +138,7 @@ class SchedulerHalf:
             token_budget=chunk or requests * (tokens + 64),
         )
         self.vllm_config = make_vllm_config(self.settings, transfer, _model(max(8192, tokens + 64)))
+        self.vllm_config.kv_events_config = KVEventsConfig(enable_kv_cache_events=has_events, publisher="null")
         cache_config = self.vllm_config.cache_config
         if getattr(cache_config, "kv_cache_layout", "") is None:
             cache_config.kv_cache_layout = "LBNHC"  # as an engine's core does

@@ -17,14 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
-
-from openai import OpenAIError
+from typing import Any
 
 from benchmarks import e2e_engines
 from benchmarks.e2e import NARROW, WIDE, say
@@ -32,13 +31,13 @@ from benchmarks.e2e_engines import LMCache, Mooncake, Run, Subject, last_line
 from benchmarks.needs import find_testbeds, require_known, require_vllm
 from benchmarks.table import percentile, spread
 from kvpact.config import load_config
+from kvpact.errors import KvpactError
+from kvpact_testkit.compare.server import Server
+from kvpact_testkit.compare.stores import disk_bytes
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, counts_in
 from kvpact_testkit.demo.model import ensure_model
 from kvpact_testkit.demo.phases import Plan, class_arguments
 from kvpact_testkit.demo.text import corpus
-
-if TYPE_CHECKING:
-    from servers.http_server import Server
 
 COMMAND = ("-P", "-m", "kvpact.cli.vllm_command")
 """vLLM's own command line, whichever distribution brings vLLM."""
@@ -53,7 +52,7 @@ REST_SECONDS = 20.0
 CLIENT_SECONDS = 3600.0
 """After them a client that does not end has failed."""
 
-FAILURES = (RuntimeError, AssertionError, OSError, ValueError, subprocess.TimeoutExpired, OpenAIError)
+FAILURES = (RuntimeError, KvpactError, OSError, ValueError, subprocess.TimeoutExpired)
 """Of a server that is gone, or of a client that has nothing to say."""
 
 STEP_TOKENS = 2048
@@ -142,6 +141,17 @@ def cached(name: str) -> Path:
     return place
 
 
+def python_with(requirements: Sequence[str]) -> Path:
+    """The interpreter of an environment that has these packages alone; pip makes it at the first call."""
+    place = cached("-".join(requirements).replace("==", "-"))
+    python = place / "bin" / "python"
+    if not (complete := place / "complete").exists():
+        venv.create(place, clear=True, with_pip=True)
+        pip(python, "install", *requirements)
+        complete.touch()
+    return python
+
+
 def pip(python: Path | str, *words: object, **environment: str) -> None:
     """Run the pip of this interpreter. Ends the program with one line if it fails."""
     command = [str(python), "-m", "pip", *map(str, words), "--quiet"]
@@ -194,8 +204,6 @@ class Comparison:
         say(f"  {shown}, {found.load.requests} requests in {found.load.seconds:.0f} s, hits {found.hits:.3f}")
 
     def _asked(self, subject: Subject, folder: Path, stack: ExitStack) -> Round:
-        from servers.http_server import Server
-
         if e2e_engines.engines_with_room(self._run) < 1:
             raise RuntimeError("memory is free for no engine: ask for less")
         settings = subject.configure(self._run, stack, folder)
@@ -206,10 +214,10 @@ class Comparison:
         template = folder / "chat.jinja"
         template.write_text(CHAT)
         command = serve_command(settings, template)
-        server = stack.enter_context(Server(command, folder / "log", settings.process_environment()))
+        server = stack.enter_context(Server(command, folder / "log", settings.process_environment(), MODEL))
         server.wait_ready()
         for length in (300, 300, 20):
-            server.ask(list(range(20, 20 + length)), max_tokens=2)
+            server.ask(range(20, 20 + length), 2)
         before = server.metrics()
         load = self._client(f"http://127.0.0.1:{server.port}", self._run.model, folder)
         at_end = held(at_rest(server, folder / "stats.json"), folder, self._run, self._block_bytes)
@@ -224,7 +232,7 @@ def at_rest(server: Server, stats_file: Path) -> dict[str, float]:
     """kvpact's stats when they have come to rest, or after `REST_SECONDS`; nothing of a server without kvpact."""
     deadline, stats = time.monotonic() + REST_SECONDS, dict[str, float]()
     while stats_file.exists() and time.monotonic() < deadline:
-        server.ask([1, 2, 3], max_tokens=1)
+        server.ask([1, 2, 3], 1)
         time.sleep(1.5)  # the file is written once a second
         stats = counts_in(stats_file)
         if not any(value for name, value in stats.items() if name.startswith(("leases_held", "queued_write_bytes"))):
@@ -239,8 +247,8 @@ def held(stats: Mapping[str, float], folder: Path, run: Run, block_bytes: int) -
     blocks, bound = (stats[f'{name}_blocks{{tier="memory"}}'] for name in ("held", "capacity"))
     found = {"leases_at_rest": stats["leases_held"], "memory_bytes": blocks * block_bytes}
     found["memory_bound"] = bound * block_bytes
-    disk = [path.stat().st_blocks * 512 for path in (folder / "disk").rglob("*")]
-    return found | ({"disk_bytes": sum(disk), "disk_bound": DISK_SHARE * run.all_bytes} if disk else {})
+    disk = disk_bytes(folder / "disk")
+    return found | ({"disk_bytes": disk, "disk_bound": DISK_SHARE * run.all_bytes} if disk else {})
 
 
 def row(what: str, rounds: Sequence[Round], enough: Sequence[Round]) -> dict[str, Any]:

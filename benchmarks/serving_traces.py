@@ -13,14 +13,13 @@ import gzip
 import json
 import math
 import tempfile
-import venv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.needs import require_known
-from benchmarks.serving_engines import MODEL, PEERS, Load, Sizes, cached, compare, pip, run_client
+from benchmarks.serving_engines import MODEL, PEERS, Load, Sizes, compare, python_with, run_client
 
 NAME = "traces"
 AIPERF = "aiperf==0.13.0"
@@ -126,15 +125,6 @@ class Replay:
         return load_of([json.loads(line) for line in records.read_text().splitlines()])
 
 
-def made_python() -> Path:
-    """AIPerf's interpreter, in an environment that is made if it is not there yet."""
-    python = cached(AIPERF.replace("==", "-")) / "bin" / "python"
-    if not python.with_name("aiperf").exists():
-        venv.create(python.parents[1], clear=True, with_pip=True)
-        pip(python, "install", AIPERF)
-    return python
-
-
 def _lines(path: Path) -> list[Request]:
     try:
         data = path.read_bytes()
@@ -160,7 +150,7 @@ def rows(
     `peer_python` is an interpreter that has vLLM and the packages of peers, by default this one.
     """
     require_known("--traces", traces, TRACES)
-    python = aiperf_python or made_python()
+    python = aiperf_python or python_with([AIPERF])
     for trace in traces:
         with tempfile.TemporaryDirectory(prefix="kvpact-trace-") as folder:
             if trace == "mooncake":

@@ -3,7 +3,7 @@
 A naive connector and kvpact on vLLM's own scheduler, and kvpact on its own (`kvpact.vllm.scheduler`), which also says
 why a match was not taken. 40 requests of 192 tokens, of which 160 are stored, 24 output tokens each, 16 requests at
 once; blocks of 16 tokens. Then how long a lease outlives its match, where nobody will come back for it; and the same
-load with five kinds of connectors that lease what a lookup finds (`testbeds/leasing.py`), under three schedulers. No
+load with six kinds of connectors that lease what a lookup finds (`testbeds/leasing.py`), under three schedulers. No
 model and no device is needed. Prints three tables in Markdown.
 """
 

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from statistics import median, quantiles
 
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.identity.groups import one_group

@@ -6,7 +6,7 @@
 
 It keeps the last `blocks` blocks of finished requests in the workers' memory. A promised block is leased: it is not
 dropped for another one until its match is committed or aborted. It needs a scheduler that says so: kvpact's class on
-vLLM's releases, or vLLM 0.33 with `upstream/1-plan-commit-abort`. It imports nothing of kvpact. For one KV cache group.
+vLLM's releases, or vLLM 0.33 with `upstream/series`. It imports nothing of kvpact. For one KV cache group.
 """
 
 from __future__ import annotations

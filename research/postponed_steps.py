@@ -11,7 +11,8 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import load_config
 from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace

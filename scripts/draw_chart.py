@@ -1,7 +1,7 @@
 """Charts of bars. The one of first-token times is drawn from the README's own table so that the two cannot differ.
 
-`python scripts/draw_chart.py` writes docs/first-token.svg; tests/test_generated.py compares. A bar that is longer than
-`LONGEST_MS` runs out of the chart, with an arrow head. `write_benchmarks.py` draws the others.
+`python scripts/draw_chart.py` writes docs/first-token.svg, whose longest bar is whole, and prints the figures' age in
+commits; tests/test_generated.py compares. `write_benchmarks.py` draws the others, where a bar may end in an arrow head.
 """
 
 import re
@@ -15,7 +15,6 @@ CHART = ROOT / "docs" / "first-token.svg"
 
 TIMES = "first token, median"
 """The heading of the table's column with the times."""
-LONGEST_MS = 250
 LEFT, WIDTH, ROW, TOP = 300, 300, 26, 44
 """Pixels: where bars begin, the longest bar, a row's height, the first row."""
 
@@ -63,22 +62,26 @@ d="M{LEFT},{middle - 8} H{end} {head}L{end},{middle + 8} H{LEFT} Z"/>
 
 
 def drawn(title: str, bars: Sequence[Bar], longest: float) -> str:
-    """The whole file; bars that are longer than `longest` end in an arrow head."""
+    """The whole file; bars that are longer than `longest` end in an arrow head, which the title explains."""
+    title += " (an arrow: longer than the chart)" if any(bar.length > longest for bar in bars) else ""
     width, height = LEFT + WIDTH + 130, TOP + ROW * len(bars) + 14
     rows = "\n".join(drawn_bar(number, bar, longest) for number, bar in enumerate(bars))
     return f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
 <style>{STYLE}</style>
 <rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>
-<text class="title" x="16" y="26">{escape(title)} (an arrow: longer than the chart)</text>\n{rows}\n</svg>\n"""
+<text class="title" x="16" y="26">{escape(title)}</text>\n{rows}\n</svg>\n"""
 
 
 def chart(readme: str) -> str:
     """The README's; bold rows of its table are kvpact's."""
     (what, times), *rows = table(readme)
     bars = [Bar(name.strip("*"), time, milliseconds(time), name.startswith("**")) for name, time in rows]
-    return drawn(f"{what}: {times}", bars, LONGEST_MS)
+    return drawn(f"{what}: {times}", bars, max(bar.length for bar in bars))
 
 
 if __name__ == "__main__":
+    import figures_age
+
     CHART.write_text(chart((ROOT / "README.md").read_text(encoding="utf-8")), encoding="utf-8")
+    figures_age.main()

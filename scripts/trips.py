@@ -19,7 +19,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import kvpact
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import load_config
 from kvpact.contract import ExternalCache, JobOutcome, KVCacheBlockView, LoadJob, SaveJob, WorkerReport
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup, one_group

@@ -1,9 +1,10 @@
 """Write `docs/benchmarks.md` and its charts from the rows in `benchmarks/figures`.
 
-`python scripts/write_benchmarks.py` rewrites all of it; tests/test_generated.py fails while it is out of date.
+`python scripts/write_benchmarks.py` rewrites all of it, and prints the rows' age in commits; tests/test_generated.py
+fails while it is out of date.
 `python scripts/write_benchmarks.py NAME ROWS.json REMARK` first takes over the rows that `python -m benchmarks NAME
 --output ROWS.json` has written, with this machine, the packages' releases and the remark, such as "quiet; LMCache
-0.5.6". A section without a file is left out.
+0.5.6". A section without a file is left out; a run that was busy or ended early has no chart.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import textwrap
@@ -22,6 +24,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from draw_chart import Bar, drawn
+from figures_age import age, told
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "figures"
@@ -160,8 +163,8 @@ kvpact and other external KV caches for vLLM, each on a real engine with random 
 turns in one run on one machine. Ratios are to a **local prefix hit** (the same prompt from the engine's own cache) or
 to an engine with **enough KV memory**, which never needs another cache. Figures are medians, in brackets quartiles
 (the least and the most of fewer than four); medians within each other's quartiles show no difference. A p99 of fewer
-than 100 readings is about the longest. "-": not measured. Damaged stores: [peers.md](peers.md); all other
-measurements: [RESULTS.md](../benchmarks/RESULTS.md).
+than 100 readings is about the longest. "-": not measured. A run that was busy or ended early has no chart. Damaged
+stores: [peers.md](peers.md); all other measurements: [RESULTS.md](../benchmarks/RESULTS.md).
 
 Written by `python scripts/write_benchmarks.py` from the rows in [benchmarks/figures](../benchmarks/figures).
 """
@@ -248,12 +251,18 @@ def chart(section: Section, column: Column, rows: Sequence[Row]) -> str:
     return drawn(f"{section.title}: {column.head}", bars, max(bar.length for bar in bars if bar.length <= 4 * middle))
 
 
+def chartable(file: Row) -> Sequence[Row]:
+    """Rows of a whole, quiet run; none of another."""
+    rows: Sequence[Row] = file["rows"] if file.get("charted", True) else ()
+    return rows
+
+
 def section_text(section: Section, file: Row) -> str:
     """The section of the page."""
     rows: Sequence[Row] = file["rows"]
     drawings = [
         f"![{section.title}: {column.head}, as in the table](charts/{chart_path(section, column).name})"
-        for column in charted(section, rows)
+        for column in charted(section, chartable(file))
     ]
     remarks = [wrapped(f"- {named(section, row)}: {said}.") for row in rows if (said := remark(row))]
     parts = [
@@ -280,7 +289,7 @@ def written(found: Mapping[str, Row]) -> dict[Path, str]:
     for section in SECTIONS:
         if section.name in found:
             texts.append(section_text(section, found[section.name]))
-            rows: Sequence[Row] = found[section.name]["rows"]
+            rows = chartable(found[section.name])
             drawings |= {chart_path(section, each): chart(section, each, rows) for each in charted(section, rows)}
     return {PAGE: "\n\n".join(texts) + "\n", **drawings}
 
@@ -309,7 +318,8 @@ def take_over(name: str, source: Path, remark: str) -> None:
     if name not in {section.name for section in SECTIONS}:
         raise SystemExit(f"{name} has no section; there are {', '.join(section.name for section in SECTIONS)}")
     rows = json.loads(source.read_text(encoding="utf-8"))
-    kept = {"command": f"python -m benchmarks {name}", "about": about(remark), "rows": rows}
+    quiet = not re.search(r"\bbusy\b|\bended early\b", remark)
+    kept = {"command": f"python -m benchmarks {name}", "about": about(remark), "charted": quiet, "rows": rows}
     FIGURES.joinpath(f"{name}.json").write_text(f"{json.dumps(kept, indent=1)}\n", encoding="utf-8")
 
 
@@ -319,6 +329,9 @@ def main(arguments: Sequence[str]) -> None:
         name, source, remark = arguments
         take_over(name, Path(source), remark)
     CHARTS.mkdir(exist_ok=True)
+    for name, file in files().items():
+        commit = file["about"].split(", ")[1]
+        print(told(f"{name}'s figures of {commit}", age(commit)))
     found = written(files())
     for path in CHARTS.glob("*.svg"):
         if path not in found:

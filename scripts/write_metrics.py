@@ -7,6 +7,7 @@ query of the page is the alerts' or the dashboard's.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,12 @@ class Query(NamedTuple):
     expr: str
     unit: str = "short"
     legend: str = ""
+    shows: str = "timeseries"
+    """Grafana's kind of panel."""
+
+
+STAT = "stat"
+"""Panel with the last value, and a line behind it."""
 
 
 class Alert(NamedTuple):
@@ -42,51 +49,73 @@ def _quantile(name: str, by: str = "") -> str:
     return f"histogram_quantile(0.99, sum by (le{by}) (rate({PREFIX}{name}_seconds_bucket[5m])))"
 
 
-QUERIES = (
-    Query(
-        "Share of prompt tokens that kvpact supplied",
-        f"sum(rate({PREFIX}used_tokens_total[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))",
-        "percentunit",
+ROWS = {
+    "Hits": (
+        Query(
+            "Share of prompt tokens that kvpact supplied",
+            f"sum(rate({PREFIX}used_tokens_total[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))",
+            "percentunit",
+            shows=STAT,
+        ),
+        Query(
+            "Share of lookups that hit",
+            f"sum(rate({PREFIX}hits_total[5m])) / sum(rate({PREFIX}lookups_total[5m]))",
+            "percentunit",
+            shows=STAT,
+        ),
+        Query(
+            "Seconds of prefill saved a second",
+            f"sum(rate({PREFIX}spared_prefill_seconds_total[5m]))",
+            "short",
+            shows=STAT,
+        ),
+        Query(
+            "Share of prompt tokens by the tier that had them",
+            f"sum by (tier) (rate({PREFIX}used_tokens_from_total[5m])) "
+            "/ on () group_left () sum(rate(vllm:prompt_tokens_total[5m]))",
+            "percentunit",
+            "{{tier}}",
+        ),
+        Query(
+            "Share of prompt tokens that the engine itself had",
+            "sum(rate(vllm:prefix_cache_hits_total[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))",
+            "percentunit",
+        ),
+        Query(
+            "Misses a second by reason", f"sum by (reason) (rate({PREFIX}misses_total[5m])) > 0", "short", "{{reason}}"
+        ),
     ),
-    Query(
-        "Share of prompt tokens by the tier that had them",
-        f"sum by (tier) (rate({PREFIX}used_tokens_from_total[5m])) "
-        "/ on () group_left () sum(rate(vllm:prompt_tokens_total[5m]))",
-        "percentunit",
-        "{{tier}}",
+    "Time": (
+        Query("99 % of lookups in a tier take less than", _quantile("lookup", ", tier"), "s", "{{tier}}"),
+        Query("99 % of loads take less than", _quantile("load"), "s"),
+        Query("99 % of saves take less than", _quantile("save"), "s"),
+        Query("99 % of scheduler steps spend less in kvpact than", _quantile("step"), "s"),
+        Query(
+            "Share of scheduler steps that spend more than 1 ms in kvpact",
+            f"sum(rate({PREFIX}slow_steps_total[5m])) / sum(rate({PREFIX}steps_total[5m]))",
+            "percentunit",
+        ),
     ),
-    Query(
-        "Share of prompt tokens that the engine itself had",
-        "sum(rate(vllm:prefix_cache_hits_total[5m])) / sum(rate(vllm:prompt_tokens_total[5m]))",
-        "percentunit",
+    "Tiers": (
+        Query("Tiers in use", f"min by (tier) ({PREFIX}tier_up)", "short", "{{tier}}", shows=STAT),
+        Query(
+            "Fill of each tier",
+            f"sum by (tier) ({PREFIX}held_blocks) / (sum by (tier) ({PREFIX}capacity_blocks) > 0)",
+            "percentunit",
+            "{{tier}}",
+        ),
+        Query("Bytes read a second", f"sum by (tier) (rate({PREFIX}read_bytes_total[5m]))", "Bps", "{{tier}}"),
+        Query("Bytes written a second", f"sum by (tier) (rate({PREFIX}written_bytes_total[5m]))", "Bps", "{{tier}}"),
     ),
-    Query("Seconds of prefill saved a second", f"sum(rate({PREFIX}spared_prefill_seconds_total[5m]))", "short"),
-    Query(
-        "Share of lookups that hit",
-        f"sum(rate({PREFIX}hits_total[5m])) / sum(rate({PREFIX}lookups_total[5m]))",
-        "percentunit",
+    "Engines": (
+        Query(
+            "Engines by version", f"count by (version, block_size) ({PREFIX}info)", "short", "{{version}}", shows=STAT
+        ),
     ),
-    Query("Misses a second by reason", f"sum by (reason) (rate({PREFIX}misses_total[5m])) > 0", "short", "{{reason}}"),
-    Query("99 % of lookups in a tier take less than", _quantile("lookup", ", tier"), "s", "{{tier}}"),
-    Query("99 % of loads take less than", _quantile("load"), "s"),
-    Query("99 % of saves take less than", _quantile("save"), "s"),
-    Query("99 % of scheduler steps spend less in kvpact than", _quantile("step"), "s"),
-    Query(
-        "Share of scheduler steps that spend more than 1 ms in kvpact",
-        f"sum(rate({PREFIX}slow_steps_total[5m])) / sum(rate({PREFIX}steps_total[5m]))",
-        "percentunit",
-    ),
-    Query("Tiers in use", f"min by (tier) ({PREFIX}tier_up)", "short", "{{tier}}"),
-    Query(
-        "Fill of each tier",
-        f"sum by (tier) ({PREFIX}held_blocks) / (sum by (tier) ({PREFIX}capacity_blocks) > 0)",
-        "percentunit",
-        "{{tier}}",
-    ),
-    Query("Bytes read a second", f"sum by (tier) (rate({PREFIX}read_bytes_total[5m]))", "Bps", "{{tier}}"),
-    Query("Bytes written a second", f"sum by (tier) (rate({PREFIX}written_bytes_total[5m]))", "Bps", "{{tier}}"),
-    Query("Engines by version", f"count by (version, block_size) ({PREFIX}info)", "short", "{{version}}"),
-)
+}
+"""The dashboard's rows and their panels."""
+
+QUERIES = tuple(query for queries in ROWS.values() for query in queries)
 
 ALERT_RULES = (
     Alert(
@@ -205,23 +234,46 @@ def alerts() -> str:
     return "\n".join(lines) + "\n"
 
 
+CHOSEN = '{model_name=~"$model",instance=~"$instance"}'
+"""Selector of a series in the dashboard, so that no two models or servers are averaged unseen."""
+
+
+def _variable(name: str, label: str) -> dict[str, Any]:
+    """A choice of the dashboard's: the values of a label of all engines with kvpact, by default all."""
+    query = f"label_values({PREFIX}info, {label})"
+    chosen = {"includeAll": True, "multi": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"}}
+    return {"name": name, "type": "query", "datasource": SOURCE, "query": query, "refresh": 2, **chosen}
+
+
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def _panel(query: Query, place: dict[str, int]) -> dict[str, Any]:
+    expr = re.sub(r"vllm:\w+", lambda found: found[0] + CHOSEN, query.expr)
+    return {
+        "title": query.title,
+        "type": query.shows,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": query.unit, "min": 0}, "overrides": []},
+        "targets": [{"refId": "A", "datasource": SOURCE, "expr": expr, "legendFormat": query.legend or query.title}],
+    }
+
+
 def dashboard() -> str:
-    """What Grafana imports: a panel for each query, two in a row."""
-    source = {"type": "prometheus", "uid": "${datasource}"}
-    panels: list[dict[str, Any]] = [
-        {
-            "id": number + 1,
-            "title": query.title,
-            "type": "timeseries",
-            "datasource": source,
-            "gridPos": {"h": 8, "w": 12, "x": 12 * (number % 2), "y": 8 * (number // 2)},
-            "fieldConfig": {"defaults": {"unit": query.unit, "min": 0}, "overrides": []},
-            "targets": [
-                {"refId": "A", "datasource": source, "expr": query.expr, "legendFormat": query.legend or query.title}
-            ],
-        }
-        for number, query in enumerate(QUERIES)
-    ]
+    """What Grafana imports: rows of panels, one for each query; figures are small, and stand before the curves."""
+    panels = list[dict[str, Any]]()
+    y = 0
+    for title, queries in ROWS.items():
+        panels.append({"title": title, "type": "row", "collapsed": False, "gridPos": {"h": 1, "w": 24, "x": 0, "y": y}})
+        y += 1
+        for kind, height, wide in ((STAT, 4, 6), ("timeseries", 8, 12)):
+            of_kind = [query for query in queries if query.shows == kind]
+            across = 24 // wide
+            for number, query in enumerate(of_kind):
+                place = {"h": height, "w": wide, "x": wide * (number % across), "y": y + height * (number // across)}
+                panels.append(_panel(query, place))
+            y += height * -(-len(of_kind) // across)
     told = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     whole = {
         "title": "kvpact",
@@ -230,8 +282,8 @@ def dashboard() -> str:
         "tags": ["kvpact", "vllm"],
         "time": {"from": "now-1h", "to": "now"},
         "refresh": "30s",
-        "templating": {"list": [told]},
-        "panels": panels,
+        "templating": {"list": [told, _variable("model", "model_name"), _variable("instance", "instance")]},
+        "panels": [{"id": number, **panel} for number, panel in enumerate(panels, 1)],
     }
     return json.dumps(whole, indent=2) + "\n"
 

@@ -1,4 +1,4 @@
-"""Five kinds of connectors that lease what a lookup finds, over any connector of the tuple API; leases are counted.
+"""Six kinds of connectors that lease what a lookup finds, over any connector of the tuple API; leases are counted.
 
 Each is a mixin before the class that looks up and loads: `SimpleConnector` under vLLM's schedulers (`leasing_on_vllm`),
 `TupleScheduler` in the embedded engine. None of them cleans up by itself: what the engine does not end stays.
@@ -150,6 +150,22 @@ class HandsResultBack(Leasing):
             super().update_state_after_alloc(request, blocks, 0)
 
 
+class ReturnsMatch(HandsResultBack):
+    """The same, in the dataclass."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        return ExternalKVMatch(*self.find(request, num_computed_tokens))
+
+
+class GetsMatchBack(ReturnsMatch):
+    """The same, and the dataclass comes back in place of the number: without blocks if it is over."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, match: ExternalKVMatch | None) -> None:  # type: ignore[override]
+        taken = match is not None and any(blocks.get_block_ids())
+        lease = match.query_result if match is not None else None
+        super().update_state_after_alloc(request, blocks, match.num_tokens if match and taken else 0, lease)  # type: ignore[arg-type]
+
+
 class LeasesByRequest(PlainTuples):
     """The same, and an abort that names the request alone, as in the first proposal."""
 
@@ -161,6 +177,7 @@ KINDS: dict[str, type[Leasing]] = {
     "new lease each time, plan object": LeasesAnew,
     "memoising, plan object": Memoises,
     "query result": HandsResultBack,
+    "query result in the dataclass": ReturnsMatch,
     "abort by request": LeasesByRequest,
     "plain tuple": PlainTuples,
 }

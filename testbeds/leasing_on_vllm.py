@@ -33,6 +33,14 @@ class HandsResultBack(leasing.HandsResultBack, TenBlocks):  # type: ignore[misc]
     pass
 
 
+class ReturnsMatch(leasing.ReturnsMatch, TenBlocks):  # type: ignore[misc]
+    pass
+
+
+class GetsMatchBack(leasing.GetsMatchBack, TenBlocks):  # type: ignore[misc]
+    pass
+
+
 class LeasesByRequest(leasing.LeasesByRequest, TenBlocks):  # type: ignore[misc]
     pass
 

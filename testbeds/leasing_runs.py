@@ -1,10 +1,15 @@
 """One load, for every kind of connector of `leasing`, under three schedulers: what was asked, taken, ended and left.
 
 40 requests of 192 tokens, of which 160 are stored, 24 output tokens each, 16 requests at once; blocks of 16 tokens.
+
+Usage: python -m leasing_runs [SCHEDULER]; prints in JSON what each kind is left with, see `main`.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,3 +110,21 @@ def run_embedded(kind: str, num_blocks: int) -> Run:
     ]
     done = engine.finished
     return _run(account, engine.step, lambda: all(each.request_id in done for each in requests), cache.matches.ends)
+
+
+def main(scheduler: str) -> dict[str, int | str]:
+    """Leases that each kind is left with on 20 blocks, or why the engine dies."""
+    from kvpact_testkit.vllm.engine import EngineDied
+
+    left: dict[str, int | str] = {}
+    for kind in KINDS:
+        try:
+            left[kind] = run_on_vllm(kind, 20, scheduler=scheduler).left
+        except EngineDied:
+            left[kind] = "the engine dies"
+    return left
+
+
+if __name__ == "__main__":
+    logging.disable(logging.ERROR)
+    print(json.dumps(main(sys.argv[1] if sys.argv[1:] else "")))

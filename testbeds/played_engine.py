@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import TypeVar, cast
 
 from inert_blocks import NULL, InertBlocks
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork, WorkerReport
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup

@@ -11,14 +11,17 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from typing import cast
 
 from hybrid_models import HybridModel, rounded
 from inert_blocks import NULL, InertBlocks
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import load_config
 from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.identity.keys import KEY_BYTES, Namespace
+from kvpact.index.block_index import BlockIndex
 from kvpact.index.classed_slots import ClassedSlots
 from kvpact.index.slot_space import Blocks, SlotSpace
 from kvpact.memory.arena import Arena
@@ -55,6 +58,9 @@ class OwnCache:
     """vLLM's prefix cache with memory for everything: blocks of attention, and states that some step has left."""
 
     unit: int
+    keeps_all: bool = True
+    """True with `--prefix-cache-retention-interval` at the unit; by default a prompt's last state alone is kept, and
+    where prompts part."""
     blocks: set[int] = field(default_factory=set)
     states: set[int] = field(default_factory=set)
     junction: int = 0
@@ -67,10 +73,59 @@ class OwnCache:
         hit = next((at for at in range(shared, 0, -1) if names[at - 1] in self.states), 0)
         self.junction = shared * self.unit if shared > hit else 0
         for end in ends_of_steps(hit * self.unit, turn.prompt, turn.answer, self.unit, self.junction):
-            if end % self.unit == 0:
+            if end % self.unit == 0 and (self.keeps_all or end in (most * self.unit, self.junction)):
                 self.states.add(names[end // self.unit - 1])
         self.blocks.update(names[: (turn.prompt + turn.answer - 1) // self.unit])
         return hit * self.unit
+
+
+@dataclass
+class DiskContent:
+    """What a disk tier keeps that is written all blocks: its index, of slots of one size, without memory above it.
+
+    `writes`: the states that are written of those that steps leave. "all"; "last": not those that a later one of the
+    same request replaces; "default": those that vLLM offers by default.
+    """
+
+    model: HybridModel
+    slots: int
+    writes: str
+
+    def __post_init__(self) -> None:
+        self.index = BlockIndex(self.slots)
+        self.unit = self.model.group_set.alignment
+        kinds = [one.group.kind for one in self.model.groups]
+        self.states = [at for at, kind in enumerate(kinds) if kind is GroupKind.STATE]
+
+    def serve(self, turn: Turn, names: Sequence[int]) -> int:
+        """The tokens that it has of a prompt, whose turn it then keeps."""
+        unit = self.unit
+        most = (turn.prompt - 1) // unit
+        rows = [_digest(name) for name in names[: (turn.prompt + turn.answer - 1) // unit]]
+        held = self.index.held_prefix(rows[:most])
+        at_end = {at: [_digest(names[at - 1], group) for group in self.states] for at in range(1, len(names) + 1)}
+        hit = next((at for at in range(held, 0, -1) if all(key in self.index for key in at_end[at])), 0)
+        for key in [rows[hit - 1], *at_end[hit]] if hit else ():
+            self.index.touch(key)
+        junction = held * unit if held > hit else 0
+        ends = [end for end in ends_of_steps(hit * unit, turn.prompt, turn.answer, unit, junction) if end % unit == 0]
+        wanted = {most * unit, junction, *(ends[-1:] if self.writes == "last" else ())}
+        for end in [end // unit for end in ends if self.writes == "all" or end in wanted]:
+            for key in at_end[end]:
+                self._put([*rows[:end], key])
+        self._put(rows)
+        return hit * unit
+
+    def _put(self, keys: Sequence[bytes]) -> None:
+        """Write what is lacking of a chain, if there is room."""
+        known = self.index.known_prefix(keys)
+        reservation = self.index.reserve(keys, known, len(keys)) if known < len(keys) else None
+        if reservation is not None:
+            self.index.complete(reservation.slots)
+
+
+def _digest(name: int, group: int = -1) -> bytes:
+    return sha256(b"%d %d" % (name, group)).digest()
 
 
 class FixedShares:
@@ -115,7 +170,8 @@ class ModelSlots(Slots):
 class StateEngine:
     """An engine whose own prefix cache is empty before each prompt, over a `PactCache` with so many bytes of memory."""
 
-    def __init__(self, model: HybridModel, memory: int, share: int | None = None) -> None:
+    def __init__(self, model: HybridModel, memory: int, share: int | None = None, keeps_all: bool = True) -> None:
+        """`share`: see `ModelSlots`; `keeps_all`: see `OwnCache`."""
         groups = [replace(one.group, digest=bytes([at]) * KEY_BYTES) for at, one in enumerate(model.groups)]
         self.groups = GroupSet(tuple(groups))
         sizes = [rounded(one.payload_bytes) for one in model.groups]
@@ -130,6 +186,7 @@ class StateEngine:
             clock=time.monotonic,
         )
         self.unit = self.groups.alignment
+        self.keeps_all = keeps_all
         self.states = [at for at, one in enumerate(groups) if one.kind is GroupKind.STATE]
         self._blocks = InertBlocks()
         self.cache.bind_scheduler_context(self._blocks)
@@ -145,15 +202,17 @@ class StateEngine:
             if match is None:
                 cache.apply_report(carried_out(cache.end_step()))
         hit = match.num_tokens
+        junction = max(junction, cache.step_end(request.request_id))
+        kept = ((turn.prompt - 1) // self.unit * self.unit, junction)
         if hit:
-            tables = self._tables(hit, hit)
+            tables = self._tables(hit, hit, is_offered=True)
             self._blocks.tables = {request.request_id: tables}
             assert cache.commit_external_match(request, match, hit, tables[0]) == hit
             cache.apply_report(carried_out(cache.end_step()))
         for end in ends_of_steps(hit, turn.prompt, turn.answer, self.unit, junction):
             if end > turn.prompt:
                 request.token_ids = tokens[: end + 1]
-            tables = self._tables(hit, end)
+            tables = self._tables(hit, end, is_offered=self.keeps_all or end in kept)
             self._blocks.tables = {request.request_id: tables}
             cache.note_computed(request, end, partial(tables.__getitem__, 0))
             cache.apply_report(carried_out(cache.end_step()))
@@ -162,13 +221,13 @@ class StateEngine:
             cache.apply_report(carried_out(cache.end_step()))
         return hit
 
-    def _tables(self, hit: int, end: int) -> list[list[int]]:
+    def _tables(self, hit: int, end: int, *, is_offered: bool) -> list[list[int]]:
         """The tables of a step: all blocks of attention, and of states the one that was loaded or that it offers."""
         count = -(-end // self.unit)
         stride = 1 << 20
         tables = [[at * stride + block + 1 for block in range(count)] for at, _ in enumerate(self.groups.groups)]
         for at in self.states:
-            offered = {end // self.unit - 1} if end % self.unit == 0 else set[int]()
+            offered = {end // self.unit - 1} if end % self.unit == 0 and is_offered else set[int]()
             tables[at] = [block if place in offered else NULL for place, block in enumerate(tables[at])]
         return tables
 

@@ -22,7 +22,7 @@ from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.simple_connector import SimpleConnector
 from leasing import Account, Lease
 
-FORMS = ("pact", "commit without a number", "query result", "abort by request")
+FORMS = ("pact", "commit without a number", "query result", "abort by request", "match")
 SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 BLOCK = 16
 
@@ -39,6 +39,8 @@ class Unruly(SimpleConnector):
         self.asks_every_step = self.form == "abort by request" and self.random.random() < 0.3
         if self.form == "query result":
             hooks: dict[str, Callable[..., Any]] = {"update_state_after_alloc": self._update_with_result}
+        elif self.form == "match":
+            hooks = {"update_state_after_alloc": self._update_with_match}
         elif self.form == "abort by request":
             hooks = {"abort_external_match": self._abort_by_request}
         else:
@@ -66,10 +68,9 @@ class Unruly(SimpleConnector):
         held = last in self.account.open.get(request.request_id, ())
         if mood == "time":
             return None
-        if mood == "words":
-            return ExternalKVMatch("many", asynchronous)  # type: ignore[arg-type]
-        if mood == "negative":
-            return ExternalKVMatch(-BLOCK, asynchronous)
+        if mood in ("words", "negative"):
+            last = self.account.take(request, num_computed_tokens) if self.form != "abort by request" else None
+            return ExternalKVMatch("many" if mood == "words" else -BLOCK, asynchronous, last)  # type: ignore[arg-type]
         if not tokens or mood == "nothing":
             return ExternalKVMatch(0)
         if mood == "no plan" and self.form in FORMS[:2]:
@@ -82,6 +83,8 @@ class Unruly(SimpleConnector):
         if self.asks_every_step and self.account.open.get(request.request_id):
             return SimpleConnector.get_num_new_matched_tokens(self, request, num_computed_tokens)
         found = self._prepare(request, num_computed_tokens)
+        if self.form == "match":
+            return found
         if found is None:
             return None, False
         answer = found.num_tokens, found.load_kv_async, found.query_result
@@ -129,6 +132,10 @@ class Unruly(SimpleConnector):
             self._load(request, blocks, num_external_tokens)
         else:
             self._mood("raises")
+
+    def _update_with_match(self, request: Any, blocks: Any, match: Any) -> None:
+        taken = match is not None and any(blocks.get_block_ids())
+        self._update_with_result(request, blocks, match.num_tokens if taken else 0, match and match.query_result)
 
     # Ends
 

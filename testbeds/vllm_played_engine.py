@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import ModelConfig
+from vllm.config import KVEventsConfig, ModelConfig
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.forward_context import set_forward_context
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -29,6 +30,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from kvpact.cache.cache import PactCache
 from kvpact.cache.mounted import MountedCache
 from kvpact.config import load_config
 from kvpact.vllm.connector import PactConnector
@@ -119,6 +121,17 @@ class PlayedLayer:
         return "PLAYED"
 
 
+class Published(list[Any]):
+    """A publisher of KV events that keeps them, in order."""
+
+    def publish(self, batch: KVEventBatch) -> None:
+        """As vLLM's publishers."""
+        self.extend(batch.events)
+
+    def shutdown(self) -> None:
+        """As vLLM's publishers."""
+
+
 @dataclass
 class PlayedRequest:
     """A request under way and what it has said so far."""
@@ -143,16 +156,22 @@ class PlayedEngine:
         scheduler_class: type[Scheduler] | None = None,
         block_size: int = BLOCK,
         dtype: str = "bfloat16",
+        has_events: bool = False,
         **settings: object,
     ) -> None:
         """`settings` are kvpact's, `transfer` other fields of vLLM's `kv_transfer_config`.
+
+        With `"pool": "host"` it meets others of its test.
+
+        With `has_events` it publishes KV events: see `published`.
 
         The scheduler is vLLM's own; with `match_at` "step", kvpact's.
 
         With `zero_new_blocks` the state update clears them, as vLLM's runners do for some models.
         """
-        settings = {"memory": "4MiB", **settings}
+        settings = {"memory": "4MiB", "pool": "engine", **settings}
         self.config = vllm_config(directory / "model", settings, num_batched_tokens, transfer or {}, block_size, dtype)
+        self.config.kv_events_config = KVEventsConfig(enable_kv_cache_events=has_events, publisher="null")
         self.block_size = block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.shape = shape = compat.EngineSettings(num_blocks=num_blocks, block_size=block_size, layers=LAYERS)
@@ -177,6 +196,9 @@ class PlayedEngine:
         self.config.scheduler_config.scheduler_cls = scheduler_class
         self.step_hook = compat.step_hook_of(self.worker, self.config)
         self.scheduler = compat.make_scheduler(shape, self.config, compat.make_kv_cache_config(shape), log_stats=True)
+        self.published = Published()
+        """KV events of the engine and the connector, as they were published."""
+        self.scheduler.kv_event_publisher = self.published
         self.connector: PactConnector = self.scheduler.connector
         compat.shake_hands(shape, self.connector, [self.worker])
         self.numbers = count()
@@ -338,10 +360,16 @@ class PlayedEngine:
         assert mounted is not None
         return mounted
 
+    @property
+    def cache(self) -> PactCache:
+        """kvpact's cache."""
+        own = self._mounted.own
+        assert own is not None
+        return own
+
     def assert_at_rest(self) -> None:
         """No request, no lease, no block or slot held by anything, every invariant true."""
-        cache, context = self._mounted.own, self.connector.scheduler_side.context
-        assert cache is not None
+        cache, context = self.cache, self.connector.scheduler_side.context
         assert context is not None
         cache.check()
         held = {

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import load_config
 from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace

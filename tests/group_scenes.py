@@ -12,7 +12,8 @@ from typing import Any
 
 from at_the_end import at_the_end
 from inert_blocks import InertBlocks
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, LoadSettlement, SaveJob, StepWork, WorkerReport
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup

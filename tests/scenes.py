@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from at_the_end import at_the_end
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import KvpactConfig, load_config
 from kvpact.contract import (
     ExternalKVMatch,
@@ -33,6 +34,7 @@ from kvpact.errors import PactViolation
 from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace, RequestIdentity
 from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.pool.neighbours import Neighbours
 from kvpact.ranges import RangeSet
 from kvpact.tiers.base import Tier
 from kvpact.tiers.executor import TierExecutor
@@ -108,6 +110,7 @@ class Scene:
         holds_blocks: bool = True,
         usable: int | None = None,
         copies_per_block: int = 0,
+        neighbours: Neighbours | None = None,
         **settings: object,
     ) -> None:
         self.now = 0.0
@@ -121,7 +124,7 @@ class Scene:
         self.queues = [t if isinstance(t, TierExecutor) else TierExecutor(t, 2, write_queue) for t in tiers]
         self.cache = PactCache(
             self.config,
-            EngineKV(namespace.digest, one_group(BLOCK_SIZE), copies_per_block=copies_per_block),
+            EngineKV(namespace.digest, one_group(BLOCK_SIZE), (), copies_per_block, None, neighbours),
             arena=Arena(self.segments),
             tiers=self.queues,
             clock=lambda: self.now,

@@ -102,16 +102,33 @@ def test_lifecycle_says_what_a_prompt_costs_the_schedulers_thread() -> None:
     assert all(row["over_offloading"] > 0 for row in rows if row["state"] != "restart")
 
 
+def test_host_pool_finds_wrong_bytes_only_without_leases() -> None:
+    storm, without, look_up = rows_of("host_pool", "--engines", "2", "--seconds", "2", "--kill")
+    assert (storm["wrong"], storm["leases_left"]) == (0, 0)
+    assert min(storm["loaded"], storm["kills"], without["wrong"]) > 0
+    assert 0 < look_up["miss_us"] < look_up["hit_us"]
+
+
+def test_neighbours_give_back_the_hits_that_private_memories_lose(tmp_path: Path) -> None:
+    cut = Path(__file__).parent / "data" / "conversation_trace_600.jsonl"
+    (tmp_path / "mooncake_conversation.jsonl").write_bytes(cut.read_bytes())
+    sizes = ("--traces", "mooncake", "--blocks", "2000", "--data", str(tmp_path))
+    rows = {(row["memory"], row["routing"]): row for row in rows_of("host_hits", *sizes)}
+    assert len(rows) == 7
+    for routing in ("random", "skewed"):
+        private, neighbours = (rows[memory, routing] for memory in ("private", "neighbours"))
+        assert private["neighbours_percent"] == 0 < neighbours["neighbours_percent"]
+        assert private["hit_percent"] < neighbours["hit_percent"]
+
+
 def test_index_says_what_a_block_costs_beside_a_dict_and_what_a_restart_does() -> None:
     small = ("--sizes", "10000,20000", "--classes", "5000", "--restart", "5000", "--foreign", "5000")
     rows = {(row["what"], row["blocks"]): row for row in rows_of("index", *small)}
     assert set(rows) == {
-        ("index", 10_000),
-        ("index", 20_000),
+        *((what, blocks) for what in ("index", "index in a memory file") for blocks in (10_000, 20_000)),
         *((what, 5000) for what in ("two classes", "restart, warm", "restart, cold", "foreign slab")),
     }
-    for blocks in (10_000, 20_000):
-        row = rows["index", blocks]
+    for row in (row for (what, _), row in rows.items() if what.startswith("index")):
         assert all(
             row[f"{what}_q1"] <= row[what] <= row[f"{what}_q3"] for what in ("fill_us", "new_us", "dict_fill_us")
         )
@@ -122,6 +139,18 @@ def test_index_says_what_a_block_costs_beside_a_dict_and_what_a_restart_does() -
         assert row["served"] == 5000
         assert min(row["table_read_s"], row["all_read_s"], row["opened_s"]) > 0
     assert rows["foreign slab", 5000]["served"] == 5000
+
+
+@pytest.mark.parametrize(("scenario", "model", "found"), [
+    ("turn", "states", ["720 of 1,041", "864 of 1,041", "720 of 1,041"]),
+    ("again", "states and windows", ["480 of 615", "480 of 615", "480 of 615"]),
+])  # fmt: skip
+def test_what_breaks_says_what_each_connector_makes_of_a_scenario(scenario: str, model: str, found: list[str]) -> None:
+    pytest.importorskip("vllm")
+    names = ("vLLM alone", "kvpact", "simple")
+    small = ("--models", model, "--drafts", "mtp", "--connectors", ",".join(names))
+    (row,) = rows_of("what_breaks", "--scenarios", scenario, *small)
+    assert [row[name] for name in names] == found
 
 
 def test_a_peer_that_is_not_there_has_a_row_that_says_how_to_get_it(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_every_key_can_be_set_in_the_environment() -> None:
         "KVPACT_SHUTDOWN_TIMEOUT": "0s",
         "KVPACT_SYNC_LOAD_BUDGET": "0",
         "KVPACT_MIN_MATCH_BLOCKS": "2",
+        "KVPACT_POOL": "engine",
         "KVPACT_SAVE": "off",
         "KVPACT_MODEL_ID": "llama@1",
         "KVPACT_CACHE": "my_package.my_cache:MyCache",

@@ -27,7 +27,9 @@ DRIVER = "docs/internals/vllm-driver.md"
 
 NOT_RUN = {
     "README.md": ("make demo", "kvpact why ID", "pip install dist/"),  # this suite's, a server's, test_install.py's
+    "docs/compare.md": ("kvpact compare --quick",),  # ten minutes: test_engine_compare.py compares fewer prompts
     "docs/configuration.md": ("vllm serve MODEL --max-model-len",),  # the README's command with one more option
+    "docs/first-hour.md": ("make -C kvpact setup",),  # what CI does before this suite
     "docs/gpu.md": ("scripts/pack_vllm.py", "nvidia-smi; nproc", "--only graphs", "--only answers"),
     DRIVER: ("run_on_release",),  # fetches a release of vLLM, 2 GB
     "docs/offloading.md": ("kvpact serve MODEL --through",),  # vLLM's offloading starts on a GPU only

@@ -207,6 +207,93 @@ def test_a_connector_that_promises_and_cannot_end_is_refused() -> None:
         form_of(connector, NOTHING)
 
 
+class Answers(Tuples):
+    """Answers with the dataclass, as the mission has it."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__(*answers)
+        self.said = list[Any]()
+
+
+def fourth(connector: Answers) -> Any:
+    return lambda request, blocks, num_external_tokens, query_result: connector.said.append(
+        (blocks, num_external_tokens, query_result)
+    )
+
+
+def fourth_match(connector: Answers) -> Any:
+    return lambda request, blocks, num_external_tokens, match: connector.said.append(
+        (blocks, num_external_tokens, match)
+    )
+
+
+def third(connector: Answers) -> Any:
+    return lambda request, blocks, query_result: connector.said.append((blocks, query_result))
+
+
+def third_match(connector: Answers) -> Any:
+    def update(request: Any, blocks: Any, found: ExternalKVMatch | None) -> None:
+        connector.said.append((blocks, found))
+
+    return update
+
+
+MATCH = ExternalKVMatch(64, True, "a lease")
+
+
+@pytest.mark.parametrize(
+    ("update", "heard"),
+    [
+        (fourth, [("blocks", 64, "a lease"), (NOTHING, 0, "a lease"), ("blocks", 0, None)]),
+        (fourth_match, [("blocks", 64, MATCH), (NOTHING, 0, MATCH), ("blocks", 0, None)]),
+        (third, [("blocks", "a lease"), (NOTHING, "a lease"), ("blocks", None)]),
+        (third_match, [("blocks", MATCH), (NOTHING, MATCH), ("blocks", None)]),
+    ],
+)
+def test_a_lookup_that_returns_the_dataclass_is_taken_as_the_tuple_is(update: Any, heard: Any) -> None:
+    """It ended the engine: cannot unpack non-iterable ExternalKVMatch object."""
+    connector: Any = Answers(MATCH, MATCH, ExternalKVMatch(0), ExternalKVMatch(None))  # type: ignore[arg-type]
+    connector.update_state_after_alloc = update(connector)
+    tracker = tracker_of(connector)
+    assert tracker.prepare(Asked("taken"), 0) == (64, True)
+    assert tracker.commit(Asked("taken"), "blocks", 64) == 64
+    assert tracker.prepare(Asked("gone"), 0) == (64, True)
+    tracker.requests_finished(["gone"])
+    assert tracker.prepare(Asked("none"), 0) == (0, False)
+    tracker.commit(Asked("none"), "blocks", 0)
+    assert tracker.prepare(Asked("later"), 0) == (None, False)
+    assert connector.said == heard
+
+
+def test_a_result_without_a_number_is_given_back_for_all_tokens_only() -> None:
+    connector: Any = Answers(MATCH, (64, True, "of a tuple"), (64, True), ExternalKVMatch(64, True))
+    connector.update_state_after_alloc = third(connector)
+    tracker = tracker_of(connector)
+    for request, tokens in (("fewer", 32), ("all", 64)):
+        tracker.prepare(Asked(request), 0)
+        tracker.commit(Asked(request), "blocks", tokens)
+    assert [(short.missing, short.accepted) for short in tracker.shortfalls] == [(32, 0)]
+    assert connector.said == [(NOTHING, "a lease"), ("blocks", "of a tuple")]
+    for request in ("no result", "no result either"):
+        assert tracker.prepare(Asked(request), 0) == (0, False), "nothing could be loaded: it is given back as None"
+
+
+def test_a_lookup_that_returns_a_match_which_nothing_ends_is_refused_by_name() -> None:
+    class Promises(Tuples):
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch:
+            raise NotImplementedError
+
+    with pytest.raises(
+        ConfigError, match=r"Promises.get_num_new_matched_tokens returns an ExternalKVMatch that nothing"
+    ):
+        form_of(Promises(), NOTHING)
+    named: Any = Tuples()
+    for update in (lambda request, blocks: None, lambda request, blocks, num, *, query_result=None: None):
+        named.update_state_after_alloc = update
+        with pytest.raises(ConfigError, match=r"Tuples.update_state_after_alloc\(.*\) is not called with that"):
+            form_of(named, NOTHING)
+
+
 # Who ends what
 
 
@@ -294,6 +381,42 @@ def test_h11_a_lease_of_seconds_is_renewed_in_each_step() -> None:
     assert [call for call in connector.heard if call != ("ask",)] == [("abort", WITHDRAWN)]
 
 
+@pytest.mark.parametrize("number", ["80", 2.5, -16])
+@pytest.mark.parametrize("kind", ["pact", "query result", "match"])
+def test_h114_the_plan_of_an_answer_that_cannot_be_read_is_aborted(
+    kind: str, number: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stayed leased for ever, without a word if the number was negative."""
+    plan, spoilt = object(), object()
+    answers = [
+        ExternalKVMatch(64, True, plan),
+        *(ExternalKVMatch(number, True, each) for each in (plan, spoilt, spoilt)),
+    ]
+    connector: Any = Answers(*answers)
+    if kind == "pact":
+        connector = Planned(*answers)
+    elif kind == "match":
+        connector.update_state_after_alloc = fourth_match(connector)
+    else:
+        connector.answers = [(match.num_tokens, match.load_kv_async, match.query_result) for match in answers]
+        connector.update_state_after_alloc = fourth(connector)
+    tracker = tracker_of(connector)
+    ended = []
+    for expected in ((64, True), (0, False), (0, False), (0, False)):
+        assert tracker.prepare(Asked(), 0) == expected
+        ended.append(tracker.ends.total())
+    assert ended == [0, 1, 2, 3], "the open match has the plan of the answer, and ends once"
+    assert tracker.ends == {WITHDRAWN: 3}
+    assert not tracker.open
+    heard = [call[1:] for call in connector.heard if call[0] == "abort"] if kind == "pact" else connector.said
+    assert [getattr(call[-2 if kind == "pact" else -1], "query_result", call[-1]) for call in heard] == [
+        plan,
+        spoilt,
+        spoilt,
+    ]
+    assert len(caplog.records) == 1, "said once"
+
+
 def test_a_match_never_covers_the_last_token() -> None:
     """P6, also of a connector that promises more than there is; vLLM would end with an assertion."""
     for asynchronous, most in ((False, 99), (True, 100)):
@@ -343,6 +466,8 @@ class Unruly:
             self.abort_external_match = self._abort_by_request  # type: ignore[assignment]
         elif kind == "query result":
             self.update_state_after_alloc = self._update_with_result  # type: ignore[assignment,method-assign]
+        elif kind == "match":
+            self.update_state_after_alloc = self._update_with_match  # type: ignore[assignment,method-assign]
         self.kind = kind
 
     def _prepare(self, request: Any, num_computed_tokens: int) -> Any:
@@ -354,9 +479,9 @@ class Unruly:
             case "nothing":
                 return ExternalKVMatch(0, query_result=Plan())
             case "words":
-                return ExternalKVMatch("many")  # type: ignore[arg-type]
+                return ExternalKVMatch("many", False, self._plan(request))  # type: ignore[arg-type]
             case "negative":
-                return ExternalKVMatch(-16, True, Plan())
+                return ExternalKVMatch(-16, True, self._plan(request))
             case "unplanned":
                 return ExternalKVMatch(32, True)
             case "same" if (last := self.last.get(request.request_id)) is not None and not last.ends:
@@ -374,6 +499,8 @@ class Unruly:
         found = self._prepare(request, num_computed_tokens)
         if found is None:
             return (None, False)
+        if self.kind == "match":
+            return found
         with_result = (found.num_tokens, found.load_kv_async, found.query_result)
         if self.kind == "query result":
             return with_result
@@ -407,6 +534,9 @@ class Unruly:
         self._end(query_result)
         self._anything()
 
+    def _update_with_match(self, request: Any, blocks: Any, match: Any) -> None:
+        self._update_with_result(request, blocks, 0, match and match.query_result)
+
     def _anything(self, *everything: Any) -> Any:
         if self.choose(("well", "raise")) == "raise":
             raise RuntimeError("broken")
@@ -418,7 +548,7 @@ class Unruly:
 
 @settings(max_examples=400, deadline=None)
 @given(
-    kind=st.sampled_from(["pact", "by request", "query result"]),
+    kind=st.sampled_from(["pact", "by request", "query result", "match"]),
     steps=st.lists(
         st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["ask", "take", "decline", "end"])), max_size=6),
         max_size=50,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,26 @@ def test_every_query_asks_for_metrics_that_there_are() -> None:
     assert sum(map(len, names)) > len(asked)
 
 
+def test_the_dashboard_has_each_query_in_a_row_for_the_models_and_servers_that_are_chosen() -> None:
+    dashboard = json.loads(METRICS.DASHBOARD.read_text())
+    kinds = [panel["type"] for panel in dashboard["panels"]]
+    assert kinds[0] == "row"
+    assert {"row", "stat", "timeseries"} == {*kinds}
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    chosen = '{model_name=~"$model",instance=~"$instance"}'
+    assert sorted(expr.replace(chosen, "") for expr in asked) == sorted(query.expr for query in METRICS.QUERIES)
+    assert all(expr.count("vllm:") == expr.count(chosen) for expr in asked)
+    assert {"model", "instance"} <= {variable["name"] for variable in dashboard["templating"]["list"]}
+    places = [panel["gridPos"] for panel in dashboard["panels"]]
+    cells = {
+        (x, y)
+        for one in places
+        for x in range(one["x"], one["x"] + one["w"])
+        for y in range(one["y"], one["y"] + one["h"])
+    }
+    assert len(cells) == sum(one["w"] * one["h"] for one in places), "panels overlap"
+
+
 def test_prometheus_own_checker_takes_the_rules() -> None:
     said = promtool("check", "rules", str(METRICS.ALERTS))
     assert said.returncode == 0, said.stderr
@@ -75,6 +96,16 @@ ROWS: list[dict[str, Any]] = [
     {"what": "a peer", "restart_over_local": 1.25, "hits": 1.0, "wrong": 4},
     {"what": "another peer", "note": "not there: pip install it"},
 ]
+
+
+def test_a_run_that_was_busy_is_in_the_table_and_in_no_chart(benchmarks: ModuleType) -> None:
+    files = benchmarks.written(
+        {"restart": {"command": "python", "about": "a machine; busy", "charted": False, "rows": ROWS}}
+    )
+    page = files.pop(benchmarks.PAGE)
+    assert "| **kvpact, disk** | 2 (1.5 to 2.5) | - | - |" in page
+    assert "![" not in page
+    assert files == {}
 
 
 def test_a_peer_that_is_ahead_stands_before_kvpact_in_the_chart(benchmarks: ModuleType) -> None:

@@ -28,10 +28,13 @@ CORE_MAY_NOT_IMPORT = {"torch", "vllm", "transformers", "typer", "rich", "pickle
 REACHES_ITS_STORE = {
     "kvpact.tiers.mooncake.store": {"socket", "http.client"},
     "kvpact.cache.status_socket": {"socket"},
+    "kvpact.pool.meeting": {"socket"},
     "kvpact.cli.status": {"urllib.request"},
+    "kvpact_testkit.compare.server": {"socket", "http.client"},
 }
 """A tier talks to the store whose address its user gave; the others do so through that store's client. An engine
-answers its own user on a unix socket, and a command reads the page whose address its user gave."""
+answers its own user on a unix socket, and a command reads the page whose address its user gave. A comparison asks the
+servers that it has started itself."""
 
 
 OWN_OPTIONAL_MEMBERS = {
@@ -563,10 +566,9 @@ HAVE_CHECK = {
     "kvpact_testkit.engine.reference.ReferenceCache",
     "kvpact.index.block_index.BlockIndex",
     "kvpact.index.classed_slots.ClassedSlots",
-    "kvpact.index.table.Table",
     "kvpact.index.slot_space.PlainSlots",
 }
-"""Classes whose structures must agree with one another: `check` says whether they do."""
+"""Classes whose structures must agree with one another: `check` says whether they do. An index checks its table."""
 
 CHECKED_ELSEWHERE = {
     "kvpact_testkit.engine.simulated_worker.SimulatedWorker": "does what it is told, also wrongly; caches are checked",

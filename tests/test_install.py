@@ -19,10 +19,11 @@ import kvpact
 import kvpact_testkit.engine
 from documents import PACKAGES
 from environments import Environment, new_environment
+from kvpact.cli.app import KIT
 from kvpact.tiers.backends import SCHEMES
 
 HEAVY = ("torch", "vllm")
-COMMANDS = ("serve", "config", "inspect", "verify", "gc", "tiers", "why", "conformance", "doctor", "demo")
+COMMANDS = ("serve", "config", "inspect", "verify", "gc", "tiers", "why", "conformance", "doctor", "demo", "compare")
 NEEDS_ENGINE = ("kvpact.vllm", "kvpact.worker")
 """What copies tensors, talks to vLLM or is started with it; everything else is the core and its command."""
 
@@ -119,8 +120,8 @@ def bare_kvpact(python: Path, *arguments: object) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("demo --json", "`kvpact demo` is part of the test kit; run pip install 'kvpact[demo]'"),
-        ("conformance --engine vllm kvpact.vllm:PactConnector", "pip install 'kvpact[testkit]'"),
+        ("demo --json", f"`kvpact demo` is part of the test kit; run pip install '{KIT}'"),
+        ("conformance --engine vllm kvpact.vllm:PactConnector", f"pip install '{KIT}'"),
         ("serve MODEL", "vllm"),
         ("inspect redis://127.0.0.1:1", "pip install 'kvpact[redis]'"),
         ("verify s3://bucket", "pip install 'kvpact[s3]'"),

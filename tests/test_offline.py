@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,8 +41,10 @@ NETWORK = {
 SENDING_CALLS = {"start_http_server", "start_wsgi_server", "push_to_gateway", "urlopen", "create_connection"}
 STORES = {"tiers/mooncake/store.py"}
 """Tiers that talk to a store that the user named without a client of its own; nothing else may."""
-ASKED = {"cache/status_socket.py", "cli/status.py"}
-"""What a user asks: the engine's unix socket, and the page whose address the user gave."""
+ASKED = {"cache/status_socket.py", "cli/status.py", "pool/meeting.py"}
+"""What a user and other engines ask: the engine's unix socket; and the page whose address the user gave."""
+OWN_SERVERS = {"compare/server.py"}
+"""What asks servers that it has started, on this machine's loopback."""
 OTHERS_LOOPS = {"peers/lmcache_fs.py"}
 """Modules that wait on the event loop of another project's tier, which reads and writes files."""
 
@@ -52,7 +55,7 @@ def modules() -> list[Path]:
         path
         for package in PACKAGES
         for path in sorted(package.rglob("*.py"))
-        if str(path.relative_to(package)) not in STORES | OTHERS_LOOPS | ASKED
+        if str(path.relative_to(package)) not in STORES | OTHERS_LOOPS | OWN_SERVERS | ASKED
     ]
 
 
@@ -86,9 +89,17 @@ def test_h82_no_module_can_send_anything() -> None:
 
 
 def test_an_engine_answers_on_a_socket_that_no_other_machine_can_reach() -> None:
-    source = ast.parse((PACKAGES[0] / "cache" / "status_socket.py").read_text())
-    used = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
+    parts = ("cache/status_socket.py", "pool/meeting.py")
+    sources = [ast.parse((PACKAGES[0] / part).read_text()) for part in parts]
+    used = {node.attr for source in sources for node in ast.walk(source) if isinstance(node, ast.Attribute)}
     assert {name for name in used if name.startswith(("AF_", "create_"))} == {"AF_UNIX"}
+
+
+def test_a_comparison_asks_no_other_machine() -> None:
+    source = (PACKAGES[1] / "compare/server.py").read_text()
+    asked = re.findall(r"(?:HTTPConnection|create_connection)\(\(?([^,)]*)", source)
+    assert len(asked) >= 2
+    assert set(asked) == {'"127.0.0.1"'}
 
 
 def test_network_use_is_recognised() -> None:

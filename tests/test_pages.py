@@ -124,6 +124,15 @@ def rows(page: str, head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def test_two_pages_count_the_same_findings_of_vllms_offloading() -> None:
+    [row] = [row for row in rows("docs/peers.md", "subject") if row[0].startswith("vLLM's `OffloadingConnector`")]
+    counts = re.search(
+        r"(\d+) kept, (\d+) broken, (\d+) not", TEXTS["docs/internals/findings.md"].split("offloading:begin")[1]
+    )
+    assert counts is not None
+    assert row[3:6] == [*counts.groups()]
+
+
 def test_formats_have_the_numbers_of_this_release() -> None:
     found = [row[1] for row in rows("docs/operations.md", "what | number now")]
     assert found == [str(each) for each in (KEY_FORMAT, RECORD_FORMAT, SLAB_FORMAT, PACK_FORMAT, FORMAT)]

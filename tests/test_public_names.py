@@ -40,6 +40,7 @@ def typed_names() -> Iterator[str]:
 def test_the_first_table_has_the_packages_names_and_each_can_be_imported() -> None:
     assert sorted(NAMES) == sorted(kvpact.__all__)
     assert all(getattr(kvpact, name) is not None for name in NAMES)
+    assert {*kvpact.__all__} <= {*dir(kvpact)}
     with pytest.raises(AttributeError, match="module 'kvpact' has no attribute 'telemetry'"):
         kvpact.telemetry  # noqa: B018
 

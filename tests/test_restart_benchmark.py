@@ -16,7 +16,9 @@ pytest.importorskip("vllm")
 
 from benchmarks.e2e_runs import Warm
 from benchmarks.restart import Readings, row
-from benchmarks.restart_stores import disk_bytes, flip_bits
+from benchmarks.restart_stores import flip_bits
+
+from kvpact_testkit.compare.stores import disk_bytes
 
 
 def test_the_same_share_of_bits_is_flipped_in_every_store(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from benchmarks import serving_engines, serving_prefix, serving_traces, serving_turns
 from benchmarks.e2e_engines import Run
+from benchmarks.routers import BLOCK, Prompt, Sizes, read_prompts, simulated
 from benchmarks.serving_engines import Load, Round, held, row, serve_command
 
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
@@ -143,3 +144,21 @@ def test_what_a_user_got_wrong_is_one_line(asked: Callable[[], Any], says: str) 
     with pytest.raises(SystemExit) as ended:
         list(asked())
     assert str(ended.value).startswith(says)
+
+
+def test_prompts_of_the_trace_share_the_blocks_that_it_names() -> None:
+    prompts = read_prompts(40)
+    for prompt in prompts:
+        assert len(prompt.tokens) > len(prompt.blocks) * BLOCK == prompt.loadable
+        alike = next(other for other in prompts if other.blocks[:1] == prompt.blocks[:1])
+        assert alike.tokens[:BLOCK] == prompt.tokens[:BLOCK]
+    assert len({tuple(prompt.tokens) for prompt in prompts}) == 40
+
+
+def test_pools_under_round_robin_are_simulated_block_by_block() -> None:
+    prompts = [Prompt(blocks, [0] * (2 * BLOCK + 1)) for blocks in ((1, 2), (1, 3), (1, 2))]
+    tokens = 3 * (2 * BLOCK + 1)
+    assert Sizes.of(prompts) == Sizes(distinct=3, longest=2)
+    assert simulated(prompts, 1, 3) == pytest.approx(3 * BLOCK / tokens)
+    assert simulated(prompts, 1, 2) == pytest.approx(2 * BLOCK / tokens)
+    assert simulated(prompts, 2, 4) == pytest.approx(2 * BLOCK / tokens)

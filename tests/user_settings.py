@@ -22,6 +22,7 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "shutdown_timeout": "9s",
         "sync_load_budget": "512KiB",
         "min_match_blocks": 2,
+        "pool": "engine",
         "save": "eager",
         "admit": "second-use",
         "match_at": "step",

@@ -86,9 +86,29 @@ def test_what_is_broken_is_shown_with_the_shortest_script_and_exit_code_1(here: 
     assert len(document["checks"]) > 40
 
 
+def test_only_the_named_checks_are_run(here: Path) -> None:
+    (here / "my_suite.py").write_text(SUITE)
+    document = json.loads(kvpact("my_suite:MySuite", "--json", "--only", "cancelled"))
+    names = [check["name"] for check in document["checks"]]
+    assert 0 < len(names) < 10
+    assert all("cancelled" in name for name in names)
+    assert "matches the name of no check" in kvpact("my_suite:MySuite", "--only", "^h99", exit_code=2)
+
+
+def test_only_the_named_scenarios_and_checks_of_peers_are_run() -> None:
+    pytest.importorskip("vllm")
+    connector = ["kvpact.vllm:PactConnector", "--settings", '{"memory": "64MiB"}']
+    document = json.loads(kvpact(*connector, "--json", "--only", "^h24_tenants_share_nothing$"))
+    assert [check["name"] for check in document["checks"]] == ["h24_tenants_share_nothing"]
+    [peer] = json.loads(kvpact("--peers", "kvpact-disk", "--json", "--only", "hole"))
+    assert 0 < len(peer["report"]["checks"]) < 5
+    assert all("hole" in check["name"] for check in peer["report"]["checks"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["my_suite:MySuite", "--only", "["], "is not a regular expression"),
         (["nothing"], 'write "module:Class", such as'),
         (["no_such_module:Cache"], "No module named 'no_such_module'"),
         (["kvpact.cache.cache:NoSuchCache"], "module kvpact.cache.cache has no NoSuchCache"),

@@ -83,7 +83,7 @@ def test_h01_silent_reservations_cost_what_the_table_says() -> None:
 @pytest.mark.parametrize(
     "num_blocks", [20, pytest.param(40, marks=pytest.mark.proof), pytest.param(400, marks=pytest.mark.proof)]
 )
-def test_h01_h114_leases_of_five_kinds_of_connectors_are_what_the_table_says(num_blocks: int) -> None:
+def test_h01_h114_leases_of_six_kinds_of_connectors_are_what_the_table_says(num_blocks: int) -> None:
     benchmark = load_script("benchmarks/silent_reservations.py")
     assert f"| {' | '.join(benchmark.LEASING_HEADER)} |" in PRINTED
     for kind in benchmark.KINDS:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from kvpact_testkit.results import Verdict, as_text
 from kvpact_testkit.vllm.driver import SCENARIOS
-from kvpact_testkit.vllm.releases import RELEASES, installed_release, run_on_release
+from kvpact_testkit.vllm.releases import RELEASES, engine_of, installed_release, run_on_release
 
 # Small matches are loaded inside the step, larger ones later, and most come from disk: every path of the connector.
 CONFIG = {
@@ -82,3 +83,22 @@ def test_the_other_process_finds_kvpact_and_an_installed_vllm(monkeypatch: pytes
     first, *others = started[0]["env"]["PYTHONPATH"].split(os.pathsep)
     assert Path(first, "kvpact_testkit", "__init__.py").is_file()
     assert any(Path(folder, "kvpact", "__init__.py").is_file() for folder in others)
+
+
+def test_an_engine_of_a_release_has_its_python_files_and_the_installed_compiled_parts(tmp_path: Path) -> None:
+    """A made-up release in the folder of releases: nothing is fetched, and nothing of it stays."""
+    package = tmp_path / "9.9.0" / "vllm"
+    (package / "below").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "below" / "__init__.py").write_text("")
+    seen = (
+        "import vllm.below, importlib.metadata as m; from kvpact_testkit.vllm.releases import installed_release; "
+        "print(vllm.__path__[0], m.version('vllm'), installed_release())"
+    )
+    with engine_of("9.9.0", tmp_path) as environment:
+        done = subprocess.run([sys.executable, "-c", seen], env=environment, capture_output=True, text=True, check=True)
+        place, version, release = done.stdout.split()
+        assert Path(place) == Path(environment["PYTHONPATH"].split(os.pathsep)[0], "vllm")
+        assert (version, release) == ("9.9.0+cpu", "9.9.0")  # the tests' vLLM is the CPU build everywhere
+        assert Path(place, "_C.abi3.so").stat().st_size > 1 << 20
+    assert not Path(place).exists()

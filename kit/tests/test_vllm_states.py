@@ -11,7 +11,13 @@ from kvpact_testkit.results import Check, Verdict, as_text
 from kvpact_testkit.vllm.driver import VllmDriver
 from kvpact_testkit.vllm.oracle import OracleMemory
 from kvpact_testkit.vllm.releases import RELEASES, installed_release, run_on_release
-from kvpact_testkit.vllm.scenarios_states import MODELS_WITH_DRAFTS, STATES_WITH_DRAFTS
+from kvpact_testkit.vllm.scenarios_states import (
+    KEPT_STATES,
+    LONG_WALKS,
+    MODELS_WITH_DRAFTS,
+    STATES_WITH_DRAFTS,
+    WAYS,
+)
 from kvpact_testkit.vllm.state_layers import RunningState
 
 QUIET = "quiet_connector:QuietConnector"
@@ -75,6 +81,31 @@ def test_states_with_drafts_are_served_on_other_releases(release: str) -> None:
     assert sum(map(promises, report.checks)) > 0, as_text(report)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.soak
+def test_fifty_thousand_steps_of_states_with_drafts(release: str, way: str) -> None:
+    names = [scenario.name for scenario in LONG_WALKS if way in scenario.name]
+    halves = ((SMALL, names[::2]), (OWN, names[1::2]))
+    reports = [run_on_release(release, PACT, config, half, seconds=7200.0) for config, half in halves]
+    for report in reports:
+        assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
+    notes = "; ".join(check.note for report in reports for check in report.checks)
+    counted = {what: sum(map(int, re.findall(rf"(\d+) {what}", notes))) for what in ("steps", "states", "promises")}
+    print(release, way, counted)
+    assert counted["steps"] >= 50_000, counted
+    assert min(counted.values()) > 0, counted
+
+
+@pytest.mark.parametrize(
+    "release", [pytest.param(one, marks=() if one == installed_release() else pytest.mark.soak) for one in RELEASES]
+)
+@pytest.mark.timeout(900)
+def test_what_vllm_keeps_is_hit_and_nothing_else(release: str) -> None:
+    report = run_on_release(release, PACT, OWN, [scenario.name for scenario in KEPT_STATES])
+    assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
+
+
 # What the scenarios would miss if they could not fail
 
 
@@ -114,6 +145,12 @@ def test_a_state_that_is_read_before_its_step_has_ended_is_seen() -> None:
     report = VllmDriver("broken_states:SavesBeforeSampling", OWN, timeout=60.0).run(
         ["turns[ngram-3-one by one-runner 1]"]
     )
+    assert "P2" in {found.broken for check in report.checks for found in check.violations}, as_text(report)
+
+
+def test_a_worker_that_copies_no_block_for_a_hit_inside_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OracleMemory, "copy_block", lambda *blocks: None)
+    report = VllmDriver(PACT, OWN, timeout=60.0).run(["partial tails"])
     assert "P2" in {found.broken for check in report.checks for found in check.violations}, as_text(report)
 
 

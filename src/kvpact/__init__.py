@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kvpact.cache.cache import EngineKV, PactCache
+    from kvpact.cache.cache import PactCache
+    from kvpact.cache.memory import EngineKV
     from kvpact.config import KvpactConfig, load_config
     from kvpact.contract import (
         POSTPONED_STEPS,
@@ -80,7 +81,8 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "kvpact.cache.cache": ("EngineKV", "PactCache"),
+    "kvpact.cache.cache": ("PactCache",),
+    "kvpact.cache.memory": ("EngineKV",),
     "kvpact.config": ("KvpactConfig", "load_config"),
     "kvpact.errors": ("ConfigError", "NoSuchTier", "PactViolation", "TierError"),
     "kvpact.identity.keys": ("BlockKey", "BlockKeys", "Namespace", "RequestIdentity"),
@@ -91,6 +93,10 @@ _HOMES: Final = {
     "kvpact.tiers.shared.tier": ("SharedTier",),
 }
 """Where the public names are defined; all others are the contract's."""
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:

@@ -20,7 +20,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from kvpact.errors import ConfigError, reason_of
-from kvpact.tiers.backends import MEMORY, SCHEMES
+from kvpact.tiers.backends import SCHEMES, SOURCES
 from kvpact.tiers.urls import TierURL, nearest, parse_tier_url, redact
 from kvpact.units import POWERS, parse_duration, parse_size
 
@@ -29,6 +29,9 @@ CONFIG_FILE_VARIABLE: Final = "KVPACT_CONFIG"
 
 _OF_A_SERVICE: Final = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
 """Ends of the variables that Kubernetes sets for each service, whose name may begin like one of kvpact's keys."""
+
+_TIERS_FILE: Final = f"{ENVIRONMENT_PREFIX}TIERS_FILE"
+"""Variable with a file that holds the value of `KVPACT_TIERS`, the one variable with secrets."""
 
 REPLACED_KEYS: Final = {
     "sync_load_limit": (
@@ -57,10 +60,11 @@ def _parse_tier_urls(value: object) -> tuple[TierURL, ...]:
     for place, tier in zip(places, tiers, strict=True):
         if places.count(place) > 1:
             raise ValueError(f"two tiers share {tier.path or place[1]}; each needs a place of its own")
-    names = [MEMORY, *(tier.options["name"] for tier in tiers if "name" in tier.options)]
+    names = [*SOURCES, *(tier.options["name"] for tier in tiers if "name" in tier.options)]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f'name="{name}" is taken by another tier; give each a name of its own')
+            taken = "a source of its own" if name in SOURCES else "taken by another tier"
+            raise ValueError(f'name="{name}" is {taken}; give each tier a name of its own')
     return tiers
 
 
@@ -130,6 +134,8 @@ class KvpactConfig(BaseModel):
     """Most bytes per rank for which one step waits; loads that do not fit are asynchronous. 0: every load is."""
     min_match_blocks: Count = Field(default=1, ge=1)
     """Least number of blocks of a match; a shorter one is not promised."""
+    pool: Literal["host", "engine"] = "host"
+    """Load also from the memory of this user's other engines on this host, as they from this one's; or from none."""
     save: Literal["eager", "lazy", "off"] = "eager"
     """Time of saving computed blocks: at once, when the engine is about to evict them, or never."""
     admit: Literal["always", "second-use"] = "always"
@@ -239,7 +245,7 @@ def load_config(
     Args:
         extra_config: the engine's `kv_connector_extra_config`.
         environ: the process environment; `KVPACT_MEMORY` sets `memory`, and so on. `KVPACT_TIERS` holds URLs separated
-            by spaces.
+            by spaces; `KVPACT_TIERS_FILE` names a file with them.
         toml_path: a TOML file with the same keys; without it the file that `KVPACT_CONFIG` names, if any.
         extra_source: name of `extra_config` in errors.
 
@@ -319,7 +325,11 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not text:
             continue  # compose files and shells write "not set" as the empty string
-        if key in KvpactConfig.model_fields or key in REPLACED_KEYS:
+        if name == _TIERS_FILE:
+            if environ.get(f"{ENVIRONMENT_PREFIX}TIERS"):
+                raise ConfigError(f"{ENVIRONMENT_PREFIX}TIERS and {name} are both set in the environment; unset one")
+            settings["tiers"] = _Setting(_words_of(text, name), f"{text} ({name})", name)
+        elif key in KvpactConfig.model_fields or key in REPLACED_KEYS:
             value: object = text.split() if key == "tiers" else text
             settings[key] = _Setting(value, f"the environment ({name})", name)
         elif near := difflib.get_close_matches(key, KvpactConfig.model_fields, n=1, cutoff=0.7):
@@ -327,6 +337,16 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, _Setting]:
             known = ENVIRONMENT_PREFIX + near[0].upper()
             raise ConfigError(f"unknown key {name} in the environment; did you mean {known}?")
     return settings
+
+
+def _words_of(path: str, name: str) -> list[str]:
+    """Words of the file that a variable names, separated by spaces or lines. Raises ConfigError."""
+    try:
+        return _parse_path(path).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise ConfigError(f"{name}={path}: the file cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name}={path}: {error}") from None
 
 
 def _shown(value: object) -> str:

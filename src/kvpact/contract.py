@@ -88,8 +88,7 @@ class ExternalMatchExit(StrEnum):
 
 
 DROPPED = frozenset([*ExternalMatchExit][[*ExternalMatchExit].index(ExternalMatchExit.OTHER_CONNECTOR) :])
-"""Exits that end a match. After all others its plan is kept for a few steps, or until its slots are
-needed: releasing it at once would have the head of the queue prepare again in each step."""
+"""Exits that end a match. After all others its plan is kept for a few steps, or until its slots are needed."""
 
 POSTPONED_STEPS = 32
 """Steps after its last lookup in which a postponed match may be asked for again, unless its slots are needed before.
@@ -175,6 +174,7 @@ class LoadJob:
     block_ids: tuple[int, ...]
     synchronous: bool
     group_id: int = 0
+    neighbour: int = 0  # number of the engine of this host in whose memory the slots are; 0: this one
 
     @property
     def blocks(self) -> BlockRange:

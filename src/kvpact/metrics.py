@@ -17,6 +17,7 @@ from typing import Final, Literal, TypeAlias
 from kvpact.contract import ExternalMatchExit
 from kvpact.errors import PactViolation
 from kvpact.tiers.backends import MEMORY as MEMORY
+from kvpact.tiers.backends import NEIGHBOURS
 
 Snapshot: TypeAlias = dict[str, float]
 """Series name to value, as `series` writes it; plain numbers, so any encoder takes it. Counts of things are `int`."""
@@ -146,11 +147,11 @@ class Metric:
         """Every value of the label, with these tiers; one empty string for a metric without a label."""
         if self.info_labels:
             return ()
-        return tuple(tiers if self.label == "tier" else self.labels) or ("",)
+        return (*(tiers if self.label == "tier" else ()), *self.labels) or ("",)
 
 
-def _by_tier(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
-    return Metric(name, kind, unit, meaning, "tier")
+def _by_tier(name: str, kind: Kind, unit: str, meaning: str, *more: str) -> Metric:
+    return Metric(name, kind, unit, meaning, "tier", more)
 
 
 def _info(name: str, unit: str, meaning: str, *labels: str) -> Metric:
@@ -174,12 +175,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("loaded_tokens", "counter", "tokens", "Committed tokens whose keys and values arrived."),
     Metric("failed_tokens", "counter", "tokens", "Committed tokens that did not arrive, so the engine computed them."),
     Metric("used_tokens", "counter", "tokens", "Tokens that kvpact saved the engine computing, each position once."),
-    _by_tier(
-        "used_tokens_from",
-        "counter",
-        "tokens",
-        "Used tokens by tier, in proportion to the bytes that a lookup found in each.",
-    ),
+    _by_tier("used_tokens_from", "counter", "tokens", "Used tokens by tier, by the bytes found in each.", NEIGHBOURS),
     Metric("used_again_tokens", "counter", "tokens", "Tokens skipped again by the same request, after a preemption."),
     Metric("spared_prefill_seconds", "counter", "seconds", "Seconds of prefill saved, at the speed measured then."),
     Metric("overdue_loads", "counter", "loads", "Loads not ended by their deadline; the engine computed all tokens."),
@@ -188,6 +184,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("lookups", "counter", "lookups", "Lookups of prompts; repeats with the same result do not count."),
     Metric("hits", "counter", "lookups", "Lookups that promised tokens."),
     Metric("misses", "counter", "lookups", "Lookups that promised nothing, by reason.", "reason", MissReason),
+    Metric("lost_answer_tokens", "counter", "tokens", "Tokens of answers in later prompts that lacked a state to hit."),
     Metric("spared_lookups", "counter", "prompts", "Prompts not looked up: the engine itself had all loadable blocks."),
     Metric("step_lookups", "counter", "lookups", "Lookups by workers at a step's beginning; `misses` may count them."),
     Metric("step_hits", "counter", "lookups", "Lookups at a step's beginning that supplied tokens."),
@@ -208,6 +205,8 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("dropped_writes", "counter", "blocks", "Blocks not written: queue full, a failure, or no room in memory."),
     _by_tier("skipped_lookups", "counter", "lookups", "Lookups skipped because the tier was paused or too slow."),
     _by_tier("tier_failures", "counter", "operations", "Operations of the tier that failed or did not end in time."),
+    Metric("events_sent", "counter", "blocks", "Blocks in KV events sent, stored and removed ones."),
+    Metric("events_late", "counter", "blocks", "Stored blocks not announced, as too many waited; later requests do."),
     Metric("resets", "counter", "resets", "Resets; blocks stored before one are not served after it."),
     Metric("refuted_copies", "counter", "engines", "Engines that found a wrong device copy and stopped copying."),
     Metric("unproven_copies", "gauge", "engines", "Engines that still check every device copy: tiers get no blocks."),
@@ -470,10 +469,8 @@ def _why_not_stored(snapshot: Mapping[str, float]) -> str:
         others = "blocks of another model, dtype, block size or layout do not fit, see `kvpact inspect`"
         return f"; nothing was saved yet{dropped_too}; {others}"
     if snapshot.get("unnamed_weights"):
-        return (
-            "; since the last reset the engine's weights have no version, so it shares nothing: call "
-            "`kvpact_set_weights_version`, see docs/weights.md"
-        )
+        remedy = "call `kvpact_set_weights_version`, see docs/weights.md"
+        return f"; since the last reset the engine's weights have no version, so it shares nothing: {remedy}"
     if lost * 2 > saved:
         return f"; {lost:,} of {saved:,} saved blocks are stored nowhere now: more memory or a larger tier would help"
     return "; new prompts always miss the first time; a date or a name near the start makes every prompt new"

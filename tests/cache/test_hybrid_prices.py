@@ -54,6 +54,25 @@ def test_h125_a_match_is_priced_as_what_is_read_for_it(model: str) -> None:
     assert scene.count(series("read_bytes", scene.clients[0].name)) == pages * PAGE
 
 
+@pytest.mark.parametrize(("computing", "promised"), [(1.01, ROWS * BLOCK), (0.99, 0)])
+def test_h125_the_price_of_a_model_with_states_is_the_bytes_that_are_read(computing: float, promised: int) -> None:
+    """As Qwen3-Next: three groups of states. The rows, and of each group one state, although the tier has three."""
+    groups = (states(), states(), states(), full())
+    store = DictionaryStore()
+    writer = GroupScene(groups, (4 * PAGE, 4 * PAGE, 4 * PAGE, PAGE), [shared(store)])
+    for rows in (20, 40, ROWS):
+        writer.run_cold(asked(f"to {rows}", rows))
+    assert writer.count(series("written_bytes", writer.clients[0].name)) == (ROWS + 3 * 3 * 4) * PAGE
+    writer.close()
+    scene = GroupScene(groups, (4 * PAGE, 4 * PAGE, 4 * PAGE, PAGE), [shared(store)])
+    pages = ROWS + 3 * 4
+    scene.reads(PAGE / 0.004)
+    scene.computes(ROWS * BLOCK / (computing * pages * 0.004))
+    assert scene.serve(asked("again", ROWS)) == promised
+    read = scene.count(series("read_bytes", scene.clients[0].name))
+    assert read == (pages * PAGE if promised else 0)
+
+
 def with_the_chain_in_memory() -> GroupScene:
     """Memory has the chain of a longer prompt, and the windows at its end; the tier those at the end of `ROWS`."""
     scene = stored((full(), window(3)), (PAGE, 2 * PAGE))

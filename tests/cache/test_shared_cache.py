@@ -389,7 +389,7 @@ def test_h60_what_is_computed_sooner_than_it_arrives_is_not_waited_for(make_scen
         scene.cache.prepare_external_match(fast, 0)
         scene.cache.note_computed(fast, 64, lambda: scene.allocate(fast))
         scene.cache.end_step()
-        scene.now += 0.001
+        scene.now += 10.0
     assert scene.prepare(SceneRequest("computed", tokens(33, 1))).num_tokens == 0
     assert count(scene, "misses", MissReason.RECOMPUTE_FASTER) == 1
     assert count(scene, "declined_blocks") == 8

@@ -7,7 +7,7 @@ import pytest
 from group_scenes import BLOCK, GroupScene, asked, full, states, window
 from kvpact.cache.status import CHANGES, status_of
 from kvpact.identity.groups import KVCacheGroup
-from kvpact.metrics import Metrics, MissReason, series
+from kvpact.metrics import MEMORY, Metrics, MissReason, series
 from scenes import PAGE
 
 
@@ -49,6 +49,16 @@ def test_it_is_the_end_of_a_block_of_each_group_behind_what_the_engine_has(held:
     assert ask(scene, "goes on", 9, held) == (0, end)
 
 
+def test_h32_a_reset_between_a_lookup_and_its_step_harms_no_step() -> None:
+    """The keys of the epoch before are gone, by which the lookup found where a step is to end."""
+    scene = scene_of(states())
+    scene.finish(asked("longer", 3))
+    assert ask(scene, "again", 2) == (0, 2)
+    scene.cache.reset()
+    scene.finish(asked("again", 2))
+    assert ask(scene, "third", 2) == (2, 0)
+
+
 def test_windows_need_no_step_to_end() -> None:
     scene = scene_of(window(3))
     scene.finish(asked("longer", 9))
@@ -63,5 +73,21 @@ def test_the_advice_is_the_remedy_that_the_start_knows(remedy: str) -> None:
     metrics.add("misses", 15, MissReason.STATE_MISSING)
     metrics.add("misses", 5, MissReason.NOT_STORED)
     status = status_of(None, metrics, "model", BLOCK)
-    status.remedy = remedy
+    status.remedies = {series("misses", MissReason.STATE_MISSING): remedy} if remedy else {}
     assert status.to_change() == (remedy or CHANGES[MissReason.STATE_MISSING])
+
+
+@pytest.mark.parametrize(("lost", "evicted", "is_advised"), [(100, 0, True), (99, 0, False), (100, 11, False)])
+def test_states_of_answers_are_advised_where_they_were_lost_and_have_room(
+    lost: int, evicted: int, is_advised: bool
+) -> None:
+    """Of 1,000 tokens of prompts, and 100 blocks that were saved."""
+    metrics = Metrics()
+    metrics.add("lookups", 20)
+    metrics.add("lost_answer_tokens", lost)
+    metrics.add("saved_blocks", 100)
+    metrics.add("evicted_blocks", evicted, MEMORY)
+    status = status_of(None, metrics, "model", BLOCK)
+    status.prompts.tokens = 1000
+    status.remedies = {"lost_answer_tokens": "add the option"}
+    assert (status.to_change() == "add the option") == is_advised

@@ -105,6 +105,23 @@ def test_h85_config_prints_no_secret_and_names_the_variable_that_the_engine_inhe
     assert tuple(tier.url for tier in load_config(settings, os.environ).tiers) == SECRET_TIERS
 
 
+def test_h85_secrets_may_stand_in_a_file_that_a_variable_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tiers").write_text("\n".join(SECRET_TIERS) + "\n")
+    monkeypatch.setenv("KVPACT_TIERS_FILE", str(tmp_path / "tiers"))
+    settings, said = shown_and_said("--memory", "2GiB")
+    assert settings == {"memory": "2GiB"}
+    assert "is not printed; start vLLM with KVPACT_TIERS_FILE in its environment\n" in said
+    assert tuple(tier.url for tier in load_config(settings, os.environ).tiers) == SECRET_TIERS
+    (tmp_path / "tiers").write_text("redis://user:hunter2@cache:99999/0")
+    wrong = kvpact("config").stderr
+    assert f"in {tmp_path / 'tiers'} (KVPACT_TIERS_FILE): " in wrong
+    assert "hunter2" not in wrong
+    (tmp_path / "tiers").unlink()
+    assert "the file cannot be read: No such file" in kvpact("config").stderr
+    monkeypatch.setenv("KVPACT_TIERS", SECRET_TIERS[0])
+    assert "KVPACT_TIERS and KVPACT_TIERS_FILE are both set" in kvpact("config").stderr
+
+
 def test_h85_config_names_the_file_that_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "kvpact.toml"
     file.write_text(f'save = "off"\nmemory = "1GiB"\ntiers = {json.dumps(SECRET_TIERS)}\n')
@@ -233,11 +250,18 @@ def test_serve_keeps_the_environments_credentials_out_of_the_command_line(fake_v
     assert kept == {"KVPACT_TIERS": DISK}
 
 
-def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(fake_vllm: Path) -> None:
+@pytest.mark.parametrize("variable", ["KVPACT_TIERS", "KVPACT_TIERS_FILE"])
+def test_h85_serve_moves_a_secret_from_the_command_line_into_the_environment(
+    fake_vllm: Path, tmp_path: Path, variable: str
+) -> None:
     """vLLM's command line can be read by everybody, and vLLM writes it into its log."""
     secret = "redis://user:pass%20word@cache:6379/0"
-    argv, kept = serve(fake_vllm, "m", "--tier", DISK, "--tier", secret, KVPACT_TIERS="disk:///other?capacity=1GiB")
+    (file := tmp_path / "tiers").write_text(other := "disk:///other?capacity=1GiB")
+    argv, kept = serve(
+        fake_vllm, "m", "--tier", DISK, "--tier", secret, **{variable: str(file) if "FILE" in variable else other}
+    )
     assert "pass" not in " ".join(argv)
+    assert {*kept} == {"KVPACT_TIERS"}
     assert kept["KVPACT_TIERS"].split() == [DISK, secret]
     config = load_config(json.loads(argv[argv.index("--kv-transfer-config") + 1])["kv_connector_extra_config"], kept)
     assert [tier.url for tier in config.tiers] == [DISK, secret]

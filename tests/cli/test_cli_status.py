@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvpact.cache.status_socket import StatusSocket, answers
 from kvpact.memory.arena import Standing
 from kvpact.metrics import MissReason, UnmadeCheck
 from kvpact_command import kvpact, own_sockets, refusal
+from neighbour_scenes import neighbour_scenes
 from polling import until
 from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens
 
@@ -138,7 +140,7 @@ def test_a_page_says_in_ten_lines_whether_it_helps(serve: Callable[[str], str]) 
 def test_the_json_lists_leases_on_demand_and_no_request() -> None:
     (short,) = json.loads(kvpact("status", "--json").stdout)["engines"]
     (full,) = json.loads(kvpact("status", "--json", "--leases").stdout)["engines"]
-    assert full.keys() - short.keys() == {"leases"}
+    assert full.keys() - short.keys() == {"leases", "blocks_leased_from", "blocks_leased_to_others"}
     assert "records" not in full
 
 
@@ -152,7 +154,16 @@ def test_the_json_has_base_units(serve: Callable[[str], str]) -> None:
     assert engine["prompts"] == {"requests": 2, "tokens": 1000, "engine_tokens": 100, "used_tokens": 300}
     assert engine["tokens_by_source"] == {"engine": 100, "memory": 200, "store": 100}
     assert engine["metrics"]["spared_prefill_seconds"] == 12.5
+    [used] = [one for one in engine["metrics"]["used_tokens_from"] if one["tier"] == "store"]
+    assert used == {"tier": "store", "value": 100.0}
     assert engine["tiers"] == [{"name": "store", "trouble": "", "complaint": "", "doubted_for": 0.0}]
+
+
+def test_what_neighbours_gave_is_a_source_of_its_own(serve: Callable[[str], str]) -> None:
+    line = 'vllm:kvpact_used_tokens_from_total{engine="1",model_name="m",tier="store"} 100.0'
+    page = PAGE.replace(line, line.replace("store", "neighbours"))
+    (engine,) = json.loads(kvpact("status", serve(typed(page)), "--json").stdout)["engines"]
+    assert engine["tokens_by_source"] == {"engine": 100, "memory": 200, "neighbours": 100, "store": 0}
 
 
 def test_a_tier_that_one_engine_does_without_is_down(serve: Callable[[str], str]) -> None:
@@ -209,6 +220,9 @@ def test_engines_of_this_user_are_found_by_their_sockets(engine: Scene) -> None:
     assert [lease["request_id"] for lease in told["leases"]] == ["cmpl-b"]
     assert [tier["trouble"] for tier in told["tiers"]] == [""]
     assert told["metrics"]["used_tokens"] == 16
+    engine.cache.abort_external_match("cmpl-b", None, "cancelled")
+    assert kvpact("status", "--leases").stdout.splitlines()[-1] == "no leases"
+    assert "no leases" not in kvpact("status").stdout
 
 
 @pytest.fixture
@@ -312,6 +326,14 @@ def test_h117_while_copies_are_checked_status_says_that_tiers_get_nothing_and_wh
     assert "copies " not in kvpact("status").stdout, "it is over"
 
 
+def test_status_says_whether_routers_are_told_and_of_how_many_blocks(
+    engine: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "events " not in kvpact("status").stdout
+    monkeypatch.setattr(engine.cache, "announcements", SimpleNamespace(count=12_345, withdraw=lambda: None))
+    assert "events             on, 12,345 blocks announced\n" in kvpact("status").stdout
+
+
 def test_the_last_requests_are_listed(engine: Scene) -> None:
     head, *rows = kvpact("why").stdout.splitlines()
     assert head.split() == ["request", "outcome", "age", "prompt", "engine", "promised", "used"]
@@ -340,3 +362,25 @@ def test_an_answers_id_leads_to_the_request_and_what_became_of_it(engine: Scene)
         ("cmpl-aa-0-1", 0, "not_stored"),
         ("cmpl-ab-0-2", 16, None),
     ]
+
+
+def test_leases_of_neighbours_are_counted_at_both_ends_and_why_names_the_engine() -> None:
+    owner, engine = neighbour_scenes(2)
+    owner.run_cold(SceneRequest("cold", tokens(17)))
+    request = SceneRequest("cmpl-n", tokens(17))
+    match = engine.prepare(request)
+    for scene, there, here in ((engine, {"other": 4}, 0), (owner, {"other": 0}, 4)):
+        status = status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE)
+        assert (status.blocks_leased_from, status.blocks_leased_to_others) == (there, here)
+    cache = engine.cache
+    answering = StatusSocket(lambda: status_of(cache, cache.metrics, "a/model", BLOCK_SIZE).encoded())
+    until(lambda: bool(answers()))
+    assert "neighbour other: 4 blocks leased there\nneighbours: 0 blocks leased here\n" in (
+        kvpact("status", "--leases").stdout
+    )
+    assert "neighbour" not in kvpact("status").stdout
+    assert "loaded from" not in kvpact("why", "cmpl-n").stdout
+    engine.load(request, match)
+    assert "loaded from        memory of other\n" in kvpact("why", "cmpl-n").stdout
+    answering.close()
+    assert status_of(owner.cache, owner.cache.metrics, "", BLOCK_SIZE).blocks_leased_to_others == 0

@@ -146,6 +146,8 @@ def test_h37_gc_removes_what_no_engine_will_ask_for(place: str, monkeypatch: pyt
     monkeypatch.undo()
     stored_under(place, {"first epoch": Epoch(), "named": Epoch.of_word("v1"), "drawn": Epoch.draw()})
     assert kvpact("gc", place, "--yes", "--older-than", "1h").stdout == "removed 0 records\n"
+    counted = json.loads(kvpact("gc", place, "--json", "--dry-run", "--older-than", "0s").stdout)
+    assert counted == {"place": place, "records": 4, "removed": False}
     assert kvpact("gc", place, "--yes", "--older-than", "0s").stdout == "removed 4 records\n"
     tier = open_tier(parse_tier_url(place), TierContext(MODELS["llama"], SLOT))
     left = {name: sum(tier.lookup(document(name, 2).keys)) for name in ("old format", "first epoch", "named", "drawn")}
@@ -153,7 +155,9 @@ def test_h37_gc_removes_what_no_engine_will_ask_for(place: str, monkeypatch: pyt
     tier.close()
     named = ("--namespace", MODELS["llama"].name)
     assert kvpact("gc", place, "--yes", "--older-than", "1d", *named).stdout == "removed 0 records\n"
-    assert kvpact("gc", place, "--yes", "--older-than", "0s", *named).stdout == "removed 4 records\n"
+    gone = json.loads(kvpact("gc", place, "--json", "--yes", "--older-than", "0s", *named).stdout)
+    assert gone == {"place": place, "records": 4, "removed": True}
+    assert json.loads(kvpact("gc", place, "--json", "--dry-run", "--older-than", "0s", *named).stdout)["records"] == 0
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,15 @@ def model_in(folder: Path, **fields: object) -> Path:
     return folder
 
 
+def test_findings_as_json_are_those_of_the_lines() -> None:
+    for arguments, code in (("--memory", "4GiB"), 0), (("--memory", "1TiB"), 1):
+        result = kvpact("config", "--check", "--json", *arguments)
+        found = json.loads(result.stdout)
+        assert (result.exit_code, found["is_right"]) == (code, code == 0)
+        lines = {each["subject"]: ("ok" if each["is_right"] else "ERROR", each["text"]) for each in found["findings"]}
+        assert (code, lines) == checked(*arguments)
+
+
 def test_what_holds_is_said_and_nothing_is_wrong(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model")
     code, found = checked(model, "--memory", "4GiB", "--tier", f"disk://{tmp_path}/tier?capacity=1GiB")
@@ -140,8 +149,9 @@ def test_of_a_model_with_states_the_align_unit_a_states_bytes_and_sessions_are_p
     assert (code, word) == (0, "ok")
     assert text == (
         f"{model}: 36 layers keep a state, 37.69MiB in all, at multiples of 544 tokens (align unit), where alone a "
-        "match ends; 24KiB of keys and values per token. Sessions of 16,384 tokens with one state each: 9 in "
-        "memory and 2 in disk. For one rank without speculative decoding"
+        "match ends; 24KiB of keys and values per token. vLLM keeps states of answers with "
+        "--prefix-cache-retention-interval 544 alone. Sessions of 16,384 tokens with one state each: 9 in memory and 2 "
+        "in disk. For one rank without speculative decoding"
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stored_blocks import StoredBlock, restore
 
 from kvpact.index.block_index import ROOT, BlockIndex, Pin, SlotState
+from kvpact.index.column_file import ColumnFile
 from kvpact.index.slot_space import PlainSlots
 
 NUM_SLOTS = 7
@@ -174,7 +175,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = self.new_index()
 
     def new_index(self) -> BlockIndex:
-        return BlockIndex(self.num_slots, self.model.usable, bare_ends_first=self.model.bare_ends_first)
+        space = PlainSlots(self.num_slots, self.model.usable)
+        bare_ends_first = self.model.bare_ends_first
+        return BlockIndex(self.num_slots, space=space, bare_ends_first=bare_ends_first, columns=ColumnFile(space))
+
+    @rule()
+    def reset_columns(self) -> None:
+        self.index.reset_columns()
 
     def writers(self) -> list[Block]:
         return [block for block in self.model.blocks if block.writing]
@@ -252,8 +259,10 @@ class IndexMachine(RuleBasedStateMachine):
         wanted = [
             key_of(path_of[key] + side) for key in parents for side in SIDES if key_of(path_of[key] + side) not in known
         ][:3]
-        if not wanted:
-            return
+        if wanted:
+            self.add_sides(wanted)
+
+    def add_sides(self, wanted: list[bytes]) -> None:
         deepest = parent_of(wanted[-1])
         expected = self.model.evict_for(len(wanted), deepest)
         reservation = self.index.reserve_sides(wanted, [parent_of(key) for key in wanted])
@@ -267,6 +276,25 @@ class IndexMachine(RuleBasedStateMachine):
             block = Block(key, self.model.known()[parent_of(key)], slot, 0)
             self.model.blocks.append(block)
             self.model.use(block)
+
+    @rule(path=st.text("ab", min_size=2, max_size=3), other=st.text("ab", min_size=1, max_size=2), lost=st.booleans())
+    def conversation(self, path: str, other: str, lost: bool) -> None:
+        """Turns of a request with states, whose last side block replaces the earlier one; then new blocks, one by one.
+
+        So each of these shows which block goes next; if the last side block is `lost`, the rows before it do.
+        """
+        for turn in (path[:-1], path):
+            self.save(turn)
+            side = key_of(turn + SIDES[0])
+            if key_of(turn) in self.model.known() and side not in self.model.known():
+                self.add_sides([side])
+                self.complete(self.writers())
+        self.outdate_before(self.model.known().get(key_of(path)), len(path))
+        if lost:
+            self.drop(path + SIDES[0])
+        for letters in (other, "c", "ca", "cb"):
+            if key_of(letters) not in self.model.known():
+                self.save(letters)
 
     @precondition(lambda self: self.writers())
     @rule()
@@ -342,7 +370,9 @@ class IndexMachine(RuleBasedStateMachine):
     def outdate(self, data: st.DataObject, count: int) -> None:
         known = sorted(self.model.known().values(), key=lambda block: block.key)
         blocks: list[Block | None] = [block for block in known if not block.is_side]
-        block = data.draw(st.sampled_from(blocks or [None]))
+        self.outdate_before(data.draw(st.sampled_from(blocks or [None])), count)
+
+    def outdate_before(self, block: Block | None, count: int) -> None:
         rows = block.lineage()[1 : 1 + count] if block is not None else []
         self.index.outdate(block.key if block is not None else key_of("c"), len(rows))
         for row in rows:

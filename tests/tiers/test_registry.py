@@ -101,7 +101,9 @@ def test_a_tier_is_called_by_its_name_or_its_kind_and_the_second_of_a_kind_by_a_
     [
         (["redis://a?name=Rack%20one"], 'name="Rack one": small letters, digits, "-" and "_" are needed'),
         (["redis://a?name="], "small letters"),
-        (["redis://a?name=memory"], 'name="memory" is taken by another tier'),
+        (["redis://a?name=memory"], 'name="memory" is a source of its own; give each tier a name of its own'),
+        (["redis://a?name=neighbours"], 'name="neighbours" is a source of its own'),
+        (["redis://a?name=engine"], 'name="engine" is a source of its own'),
         (["redis://a?name=one", "disk:///x?capacity=1GiB&name=one"], 'name="one" is taken by another tier'),
         (["redis://a?nam=x"], 'unknown option "nam"; did you mean "name"?'),
     ],
@@ -129,6 +131,7 @@ def test_a_kind_of_tier_is_one_folder_and_a_word_in_the_table() -> None:
         "kvpact/cli/slabs.py",
         "kvpact/cli/stores.py",
         "kvpact_testkit/cache/subjects.py",
+        "kvpact_testkit/compare/stores.py",
         "kvpact_testkit/peers/own.py",
     }
 

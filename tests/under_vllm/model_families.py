@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -43,6 +45,10 @@ SHAPE = {
     "pad_token_id": 0,
 }
 
+
+MLA_LAYERS = 3
+LATENT = 576
+"""Numbers that a latent attention keeps of a token."""
 
 DECAY = 0.002
 """How fast a state forgets: after 400 tokens about half of it is left. With what transformers draws at random, nothing
@@ -127,3 +133,28 @@ def nemotron_h_like(directory: Path, tokenizer: Path) -> Path:
     shape = {name: value for name, value in SHAPE.items() if name != "num_hidden_layers"}
     config = NemotronHConfig(**shape, **states, layers_block_type=kinds)
     return save_model(with_memory(NemotronHForCausalLM(config)), directory, tokenizer)
+
+
+def deepseek_like(directory: Path, tokenizer: Path) -> Path:
+    """A DeepSeek V2 with three layers of latent attention and no experts, in bfloat16."""
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=MLA_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=LATENT - 64,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        first_k_dense_replace=MLA_LAYERS,
+        n_routed_experts=8,
+        max_position_embeddings=8192,
+        initializer_range=0.06,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return save_model(DeepseekV2ForCausalLM(config).to(torch.bfloat16), directory, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -171,10 +172,12 @@ def test_a_configuration_that_cannot_be_right_stops_the_start(
 def test_a_machine_without_memory_stops_the_start_and_leaves_nothing(
     start: Callable[..., PlayedEngine],
 ) -> None:
+    gc.collect()  # what engines of earlier tests have left
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="set `memory` below that"):
         start(memory="64TiB")
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
 def test_a_failure_policy_that_fails_requests_is_warned_about(

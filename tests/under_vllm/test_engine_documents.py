@@ -57,7 +57,7 @@ def test_the_page_on_configuration_starts_an_engine(tiny_model: Path, tmp_path: 
     assert "answered with 16 tokens" in said
 
 
-@pytest.mark.proof
+@pytest.mark.soak  # proven on the newest release: test_engine_newest.py
 def test_the_page_on_the_worker_hook_serves_another_connector(tiny_model: Path) -> None:
     """The second answer was found in files when its step began, is the first one, and vLLM counts what was found."""
     text = filled_in(block_with("docs/internals/worker-hook.md", "examples/step_hook").text, {"MODEL": str(tiny_model)})

@@ -276,7 +276,7 @@ def test_vllms_example_connector_works_when_it_is_asked_on_the_worker(
     assert spoilt.logprobs != first.logprobs, "the files are not what the answer was made of"
 
 
-@pytest.mark.proof
+@pytest.mark.soak  # proven on the newest release: test_engine_newest.py
 @pytest.mark.both_cores
 def test_h70_two_ranks_of_kvpact_find_in_a_shared_tier_what_the_step_is_to_compute(
     tmp_path: Path, start_engine: Callable[..., EngineProcess]

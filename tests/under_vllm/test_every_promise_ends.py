@@ -20,7 +20,7 @@ from kvpact_testkit.vllm.compat import EngineSettings
 from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.harness import named, under_multi_connector
 from kvpact_testkit.vllm.simple_connector import SimpleConnector
-from leasing import KINDS, Account
+from leasing import KINDS, Account, GetsMatchBack
 from leasing_runs import BLOCK, SCHEDULER, Run, prompt_of, run_embedded, run_on_vllm
 
 SPEAK_THE_PACT = [kind for kind in KINDS if kind != "plain tuple"]
@@ -40,6 +40,16 @@ def test_h114_no_lease_is_left(kind: str, num_blocks: int, embedded: bool) -> No
     assert sum(run.aborts.values()) + run.commits == run.found
     if kind == WITHOUT_PLAN:
         assert run.found <= 1.1 * run.commits
+
+
+@pytest.mark.parametrize("num_blocks", [20, 40])
+def test_h114_a_match_that_comes_back_in_place_of_the_number_leaves_no_lease(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "match", GetsMatchBack)
+    run = run_on_vllm("match", num_blocks, scheduler=SCHEDULER)
+    _none_left(run)
+    assert (run.found, run.commits) == ((976, 40) if num_blocks == 20 else (178, 40))
 
 
 def _none_left(run: Run) -> None:

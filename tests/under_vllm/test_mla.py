@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_families import LATENT, MLA_LAYERS, deepseek_like
 
 from engines import kvpact_transfer_config, leases_when
 from forked_engine import ForkedEngine
@@ -22,45 +22,18 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BLOCK = 16
 """vLLM's CPU kernels for latent attention have no other."""
-BLOCKS, LAYERS, LATENT = 6, 3, 576
+BLOCKS = 6
 CHECKED = 2
 """Jobs of each kind that a played device's engine checks."""
 ASKED = [[(7 * token + 11 * number + 3) % 500 + 5 for token in range(BLOCKS * BLOCK + 4)] for number in range(3)]
-SLOT_BYTES = -(-LAYERS * BLOCK * LATENT * 2 // 4096) * 4096
+SLOT_BYTES = -(-MLA_LAYERS * BLOCK * LATENT * 2 // 4096) * 4096
 """Of the latent vectors and rotated keys of a block, in bfloat16, whatever the number of ranks."""
 
 
 @pytest.fixture(scope="module")
 def mla_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a DeepSeek V2 with three layers, no experts, and random weights."""
-    import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    directory = tmp_path_factory.mktemp("mla") / "model"
-    torch.manual_seed(0)
-    config = DeepseekV2Config(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=LATENT - 64,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        first_k_dense_replace=LAYERS,
-        n_routed_experts=8,
-        max_position_embeddings=8192,
-        initializer_range=0.06,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    for file in tiny_model.glob("*token*"):
-        shutil.copy(file, directory)
-    return directory
+    """Directory of the model."""
+    return deepseek_like(tmp_path_factory.mktemp("mla") / "model", tiny_model)
 
 
 def start(model: Path, folder: Path, ranks: int, environment: Mapping[str, str], *, played: bool) -> ForkedEngine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, repeat
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 
 from at_the_end import at_the_end
 from kvpact.cache.cache import PactCache
+from kvpact.cache.status import status_of
 from kvpact.contract import LoadJob
 from kvpact.identity.keys import BlockKeys
+from kvpact.vllm.checks import state_limits
+from kvpact.vllm.groups import EngineGroups
 from kvpact_testkit.vllm.compat import EngineSettings
 from kvpact_testkit.vllm.engine import VllmEngine
 from kvpact_testkit.vllm.model_groups import STATES
@@ -93,11 +97,10 @@ def offering(method: str, *, overlap: bool, **settings: Any) -> Offers:
         EngineSettings(
             groups=STATES,
             draft_method=method,
-            draft_tokens=3,
             accepted_drafts=60,
             overlap=overlap,
             scheduler="kvpact.vllm.scheduler.pact_scheduler",
-            **{"num_blocks": 401, "chunk": 40, **settings},
+            **{"num_blocks": 401, "chunk": 40, "draft_tokens": 3, **settings},
         ),
         transfer,
         lambda line: None,
@@ -193,3 +196,34 @@ def test_a_preempted_request_holds_nothing_and_its_states_are_saved_when_it_come
     assert offers.in_memory() == offers.all
     assert not offers.cache.saves.put_off.jobs.unnamed
     assert not engine.observed.wrong_slots
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("interval", [0, UNIT], ids=["by default", "as advised"])
+def test_answers_hit_in_the_next_turn_with_the_option_that_is_advised(interval: int, drafts: int) -> None:
+    """By default the next prompt hits the end of the one before; the answer's tokens are counted, and that advised."""
+    offers = offering("mtp" if drafts else "ngram", overlap=False, draft_tokens=drafts)
+    engine = offers.engine
+    engine.scheduler.kv_cache_manager.coordinator.retention_interval = interval
+    engine.add("turn", PROMPTS[1], max_tokens=ANSWER)
+    offers.run("turn")
+    assert engine.forget_computed()
+    prompt = turns(offers, PROMPTS[1])
+    engine.add("next", prompt, max_tokens=2)
+    offers.run("next")
+    assert engine.observed.outputs["next"] == engine.expected("next")
+    of_prompt = (len(PROMPTS[1]) - 1) // UNIT * UNIT
+    ends = [tokens for name, tokens in offers.all if name == "turn"]
+    counts = offers.cache.observe()
+    kept = of_prompt - (UNIT if drafts else 0)  # where there are drafts vLLM keeps the boundary before the last
+    assert max(ends) == kept if not interval else max(ends) > len(PROMPTS[1])
+    assert counts["used_tokens"] == max(ends)
+    whole = (len(PROMPTS[1]) + ANSWER - 1) // UNIT * UNIT
+    assert counts["lost_answer_tokens"] == (0 if interval else whole - of_prompt)
+    status = status_of(offers.cache, offers.cache.metrics, "model", UNIT)
+    settings = SimpleNamespace(block_size=UNIT, prefix_cache_retention_interval=interval)
+    members = EngineGroups(offers.cache.requests.groups, ())
+    limits = state_limits(members, SimpleNamespace(cache_config=settings))
+    status.remedies = {lacking: remedy for lacking, _, remedy in limits}
+    advised = f"add --prefix-cache-retention-interval {UNIT}"
+    assert (status.to_change() == advised) == (not interval)

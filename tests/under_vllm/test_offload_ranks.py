@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -34,6 +34,10 @@ SIZE = 16
 HEAD_SIZE = 16
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 JOBS = count(1)
+TIERS: dict[str, Callable[[Path], dict[str, str]]] = {
+    "PactTier": lambda folder: {"model_id": "w", "url": f"disk://{folder}/kv?capacity=1MiB"},
+    "fs": lambda folder: {"root_dir": f"{folder}/fs"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +56,18 @@ def content(layer: int) -> torch.Tensor:
 class Ranks(Bed):
     """One engine's manager and its ranks' workers, each with its share of the heads."""
 
-    def __init__(self, model: ModelConfig, ranks: int, folder: Path, *, canonical: bool) -> None:
+    def __init__(self, model: ModelConfig, ranks: int, folder: Path, *, canonical: bool, kind: str) -> None:
         self.ranks = ranks
         self._contexts = {}
         settings = EngineSettings(ranks=ranks, heads=HEADS, num_blocks=BLOCKS, block_size=SIZE, head_size=HEAD_SIZE)
         extra = {
-            "spec_name": "PlayedPactTieringSpec",
+            "spec_name": "PlayedPactTieringSpec" if kind == "PactTier" else "PlayedTieringSpec",
             "spec_module_path": "kvpact_testkit.vllm.offloading",
             "cpu_bytes_to_use": 1 << 20,
             "seed": ranks,
             "log": str(folder),
             "canonical_layout": canonical,
-            "secondary_tiers": [{"type": "PactTier", "model_id": "w", "url": f"disk://{folder}/kv?capacity=1MiB"}],
+            "secondary_tiers": [{"type": kind, **TIERS[kind](folder)}],
         }
         transfer = {
             "kv_connector": "OffloadingConnector",
@@ -126,8 +130,10 @@ class Ranks(Bed):
 
 
 @contextmanager
-def engine_of(model: ModelConfig, ranks: int, folder: Path, *, canonical: bool) -> Iterator[Ranks]:
-    made = Ranks(model, ranks, folder, canonical=canonical)
+def engine_of(
+    model: ModelConfig, ranks: int, folder: Path, *, canonical: bool, kind: str = "PactTier"
+) -> Iterator[Ranks]:
+    made = Ranks(model, ranks, folder, canonical=canonical, kind=kind)
     try:
         yield made
     finally:
@@ -135,25 +141,18 @@ def engine_of(model: ModelConfig, ranks: int, folder: Path, *, canonical: bool) 
 
 
 KEYS = keys_of(1, BLOCKS)
+ELEMENTS = BLOCKS * HEADS * SIZE * 2 * HEAD_SIZE * len(LAYERS)
+AS_MANY = [(ranks, ranks, canonical) for ranks in (1, 2, 4) for canonical in (True, False)]
+OTHERS = [(1, 2, True), (2, 1, True), (2, 4, True), (4, 2, True)]
 
 
-@pytest.mark.parametrize("canonical", [True, False], ids=["canonical", "direct"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_as_many_ranks_read_what_was_stored(model: ModelConfig, ranks: int, canonical: bool, tmp_path: Path) -> None:
-    with engine_of(model, ranks, tmp_path, canonical=canonical) as first:
-        first.store(KEYS)
-    with engine_of(model, ranks, tmp_path, canonical=canonical) as second:
-        assert second.find("b", KEYS) == BLOCKS
-        assert second.wrong_elements(KEYS) == 0
-
-
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_ranks_of_another_number_read_the_canonical_layout_right(
-    model: ModelConfig, writers: int, readers: int, tmp_path: Path
+@pytest.mark.parametrize(("writers", "readers", "canonical"), AS_MANY + OTHERS)
+def test_as_many_ranks_or_in_the_canonical_layout_others_read_what_was_stored(
+    model: ModelConfig, writers: int, readers: int, canonical: bool, tmp_path: Path
 ) -> None:
-    with engine_of(model, writers, tmp_path, canonical=True) as first:
+    with engine_of(model, writers, tmp_path, canonical=canonical) as first:
         first.store(KEYS)
-    with engine_of(model, readers, tmp_path, canonical=True) as second:
+    with engine_of(model, readers, tmp_path, canonical=canonical) as second:
         assert second.find("b", KEYS) == BLOCKS
         assert second.wrong_elements(KEYS) == 0
 
@@ -167,3 +166,14 @@ def test_h33_ranks_of_another_number_find_nothing_in_the_direct_layout(
         first.store(KEYS)
     with engine_of(model, readers, tmp_path, canonical=False) as second:
         assert second.find("b", KEYS) == 0
+
+
+@pytest.mark.parametrize(("canonical", "wrong"), [(True, 0), (False, ELEMENTS // 2)])
+def test_vllms_file_tier_gives_ranks_of_another_number_wrong_elements_in_the_direct_layout(
+    model: ModelConfig, canonical: bool, wrong: int, tmp_path: Path
+) -> None:
+    with engine_of(model, 2, tmp_path, canonical=canonical, kind="fs") as first:
+        first.store(KEYS)
+    with engine_of(model, 4, tmp_path, canonical=canonical, kind="fs") as second:
+        assert second.find("b", KEYS) == BLOCKS
+        assert second.wrong_elements(KEYS) == wrong

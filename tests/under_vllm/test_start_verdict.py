@@ -145,21 +145,28 @@ def test_hits_that_end_inside_a_block_are_said_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ("believed", "unit", "remedy"), [(128, 384, "add --block-size 384"), (384, 384, ""), (768, 384, ""), (128, 0, "")]
+    ("believed", "interval", "unit", "remedies"),
+    [
+        (128, 384, 384, ["add --block-size 384"]),
+        (384, 0, 384, ["add --prefix-cache-retention-interval 384"]),
+        (128, 0, 384, ["add --block-size 384", "add --prefix-cache-retention-interval 384"]),
+        (768, None, 384, []),
+        (128, 0, 0, []),
+    ],
 )
-def test_a_scheduler_that_believes_other_blocks_than_those_of_states_is_told_of_once_with_the_option(
-    believed: int, unit: int, remedy: str, caplog: pytest.LogCaptureFixture
+def test_settings_that_lose_states_are_told_of_once_with_the_option(
+    believed: int, interval: int | None, unit: int, remedies: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A unit of 0: a model without states."""
+    """A scheduler that believes other blocks than those of states; answers without states. A unit of 0: no states."""
     full = KVCacheGroup(GroupKind.FULL, unit or 256)
     side = KVCacheGroup(GroupKind.STATE, unit) if unit else KVCacheGroup(GroupKind.WINDOW, 256, 512)
     members = groups.EngineGroups(GroupSet((full, side)), (("a",), ("b",)))
-    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=believed))
-    limit, found = checks.block_size_limit(members, config)
-    assert found == remedy
-    assert bool(limit) == bool(remedy)
-    assert caplog.messages == ([f"kvpact: {limit}; {remedy}"] if remedy else [])
-    assert f"blocks of {believed} tokens, and the model's states are kept every {unit}" in limit or not remedy
+    settings = SimpleNamespace(block_size=believed, prefix_cache_retention_interval=interval)
+    found = checks.state_limits(members, SimpleNamespace(cache_config=settings))
+    assert [remedy for *_, remedy in found] == remedies
+    assert caplog.messages == [f"kvpact: {limit}; {remedy}" for _, limit, remedy in found]
+    if believed == 128 and remedies:
+        assert f"blocks of 128 tokens, and the model's states are kept every {unit}" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,11 @@ TABLES = ([1, 2, 3], [4, 0, 5])
 
 
 def test_states_are_saved_from_the_blocks_that_vllm_offers() -> None:
-    """The table may name another block by then, and one with the state of a token inside a block is none to save."""
-    offered = SimpleNamespace(boundary_state_offloads={"r": [(1, 9, 32), (1, 5, 40)], "other": [(1, 4, 16)]})
-    blocks = StateBlocks(STATES, 0)
+    """The table may name another block by then, one with the state of a token inside a block is none to save, and one
+    that has lost its name may be another request's."""
+    offers = {"r": [(1, 9, 32), (1, 5, 40), (1, 7, 16)], "other": [(1, 4, 16)]}
+    offered = SimpleNamespace(boundary_state_offloads=offers)
+    blocks = StateBlocks(STATES, 0, lambda request_id, block, tokens: (request_id, block, tokens) != ("r", 7, 16))
     step = SimpleNamespace(kv_connector_block_state=offered)
     for this, shown, states, requests in (
         (step, (0, 9, 0), [(1, 1, 9)], {"r", "other"}),

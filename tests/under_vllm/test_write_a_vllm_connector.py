@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from documents import ROOT, block_with, document_blocks
-from kvpact.contract import ExternalMatchExit
+from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.errors import ConfigError
 from kvpact.matches.forms import form_of
 from leasing_runs import BLOCK, OUTPUT_TOKENS, REQUESTS, SCHEDULER, STORED_BLOCKS, prompt_of
@@ -143,8 +143,12 @@ def test_what_cannot_be_called_is_refused_as_the_page_says() -> None:
     class Half:
         def prepare_external_match(self, *everything: Any) -> None: ...
 
+    class Endless:
+        def get_num_new_matched_tokens(self, *everything: Any) -> ExternalKVMatch: ...  # type: ignore[empty-body]
+        def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+
     said = []
-    for connector in (Whole, Half):
+    for connector in (Whole, Half, Endless):
         connector.__name__ = "MyConnector"
         with pytest.raises(ConfigError) as refused:
             form_of(connector(), None)

@@ -35,14 +35,14 @@ pytestmark = [
 
 
 def test_vllms_tests_of_its_copies_pass_on_the_played_device() -> None:
-    with patched(fetch_source(), None) as tree:
+    with patched(fetch_source()) as tree:
         outcomes = run(tree, CHOICE.played, CHOICE.left_out, on_played_device=True)
     assert not str(outcomes)
     assert len(outcomes.named("passed")) == 52
 
 
 def test_without_vllms_fence_its_own_test_finds_wrong_bytes_there() -> None:
-    with patched(fetch_source(), None) as tree:
+    with patched(fetch_source()) as tree:
         source = (tree / WORKER).read_text()
         assert source.count(FENCE) == 1
         (tree / WORKER).unlink()  # a link to the file of all trees
@@ -52,7 +52,7 @@ def test_without_vllms_fence_its_own_test_finds_wrong_bytes_there() -> None:
 
 
 def test_vllms_tests_of_its_tiering_pass_with_pact_tier() -> None:
-    with patched(fetch_source(), None) as tree:
+    with patched(fetch_source()) as tree:
         outcomes = run(tree, [TIERING], [], with_pact_tier=True)
     assert outcomes.named("failed") == {f"{TIERING}::{name}" for name in UNLIKE_THE_EXAMPLE}
     assert len(outcomes.named("passed")) == 68

@@ -1,6 +1,6 @@
 """The product and the patches for vLLM have one vocabulary: a connector written for one runs on the other.
 
-The definitions are read from the patches' text; vLLM is not needed. What differs stands in `upstream/*/README.md`.
+The definitions are read from the patches' text; vLLM is not needed. What differs beside is in upstream/README.md.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from inspect import signature
+from itertools import chain
 
 import pytest
 
@@ -17,15 +18,19 @@ from kvpact.contract import ExternalKVMatch, ExternalMatchExit, KVCacheBlockView
 from kvpact.matches.forms import ConfirmsExternalMatch, PostponesExternalMatch, SupportsExternalMatch
 
 
-def added_by(proposal: str) -> str:
-    """The lines that a patch adds to vLLM's interface of connectors."""
-    (patch,) = (ROOT / "upstream").glob(f"{proposal}-*/change.patch")
-    parts = patch.read_text(encoding="utf-8").split("diff --git ")
-    parts = [part for part in parts if part.startswith("a/vllm/distributed/kv_transfer/kv_connector/v1/")]
-    return "\n".join(line[1:] for part in parts for line in part.splitlines() if re.match(r"\+(?!\+\+)", line))
+def interfaces() -> list[str]:
+    """The lines of each patch in vLLM's interface of connectors, but those taken away; the last patch first."""
+    texts = []
+    for patch in sorted((ROOT / "upstream" / "series").glob("*.patch"), reverse=True):
+        parts = patch.read_text(encoding="utf-8").split("diff --git ")
+        parts = [part for part in parts if part.startswith("a/vllm/distributed/kv_transfer/kv_connector/v1/")]
+        texts.append("\n".join(line[1:] for part in parts for line in part.splitlines() if re.match(LINE, line)))
+    return texts
 
 
-PLAN, CONTEXT = added_by("1"), added_by("3")
+LINE = r"\+(?!\+\+)| "
+"""The beginning of a line of a patch that is there after it."""
+TEXT = "\n".join(interfaces())
 
 
 def class_of(text: str, name: str) -> str:
@@ -42,13 +47,16 @@ def parameters(text: str, method: str) -> list[str]:
 
 
 def test_the_reasons_are_the_same_in_the_same_order() -> None:
-    theirs = re.findall(r'^    (\w+) = "(\w+)"', class_of(PLAN, "ExternalMatchExit"), re.MULTILINE)
-    assert theirs == [(one.name, one.value) for one in ExternalMatchExit]
-    assert f"POSTPONED_STEPS = {contract.POSTPONED_STEPS}" in PLAN
+    ours = [(one.name, one.value) for one in ExternalMatchExit]
+    found = [re.findall(r'^    ([A-Z_]+) = "(\w+)"', text, re.MULTILINE) for text in interfaces()]
+    assert {*chain(*found)} == {*ours}
+    for theirs in found:
+        assert theirs == sorted(theirs, key=ours.index)
+    assert f"POSTPONED_STEPS = {contract.POSTPONED_STEPS}" in TEXT
 
 
 @pytest.mark.parametrize(
-    ("text", "ours", "theirs_alone"), [(PLAN, ExternalKVMatch, set()), (CONTEXT, KVCacheBlockView, {"free_seq"})]
+    ("text", "ours", "theirs_alone"), [(TEXT, ExternalKVMatch, set()), (TEXT, KVCacheBlockView, {"free_seq"})]
 )
 def test_a_match_and_a_view_of_a_block_have_the_same_fields(text: str, ours: type, theirs_alone: set[str]) -> None:
     """`free_seq` is the patch's own: with it a view is a cursor."""
@@ -59,10 +67,10 @@ def test_a_match_and_a_view_of_a_block_have_the_same_fields(text: str, ours: typ
 @pytest.mark.parametrize(
     ("text", "protocol"),
     [
-        (PLAN, SupportsExternalMatch),
-        (PLAN, PostponesExternalMatch),
-        (PLAN, ConfirmsExternalMatch),
-        (class_of(CONTEXT, "KVConnectorSchedulerContext"), SchedulerContext),
+        (TEXT, SupportsExternalMatch),
+        (TEXT, PostponesExternalMatch),
+        (TEXT, ConfirmsExternalMatch),
+        (class_of(TEXT, "KVConnectorSchedulerContext"), SchedulerContext),
     ],
 )
 def test_calls_have_the_same_parameters(text: str, protocol: type) -> None:

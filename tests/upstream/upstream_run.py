@@ -44,7 +44,7 @@ class Choice:
     """Which of vLLM's own tests are run."""
 
     proof: tuple[str, ...]
-    """Files of the area that the proposals change."""
+    """Files of the area that the series changes."""
     soak: tuple[str, ...]
     """Further files."""
     played: tuple[str, ...]
@@ -103,6 +103,8 @@ def run(
     A file that is named as unrunnable is not even imported.
     """
     files = [name for name in files if name not in unrunnable]
+    if not files:
+        return Outcomes({})
     with tempfile.TemporaryDirectory(prefix="kvpact-upstream-") as scratch:
         outcomes, order = Path(scratch, "outcomes.json"), Path(scratch, "run.json")
         orders = {

@@ -117,30 +117,32 @@ def _unpack(distribution: Path, place: Path) -> None:
 
 
 @contextmanager
-def patched(source: Path, patch: Path | None) -> Iterator[Path]:
-    """A copy of the tree with the patch in it; files that are as they were are links to those of `source`.
+def patched(source: Path, *patches: Path) -> Iterator[Path]:
+    """A copy of the tree with the patches in it, in order; other files are links to those of `source`.
 
-    Raises ValueError if the patch does not fit.
+    Raises ValueError if a patch does not fit.
     """
     with tempfile.TemporaryDirectory(dir=source.parent, prefix=".patched-", ignore_cleanup_errors=True) as scratch:
         tree = Path(scratch, "vllm")
         shutil.copytree(source, tree, copy_function=os.link)
-        if patch is not None:
-            for name in touched_by(patch).changed:
+        for name in {name for patch in patches for name in touched_by(patch).changed}:
+            if (source / name).exists():  # else an earlier patch adds it
                 (tree / name).unlink()
                 (tree / name).write_bytes((source / name).read_bytes())
-            _apply(patch, tree)
+        for patch in patches:
+            said = apply(patch, tree)
+            if said:
+                raise ValueError(f"{patch.name} does not apply: {said}")
         yield tree
 
 
-def _apply(patch: Path, tree: Path) -> None:
-    """By git, or by patch where there is no git; no line may have moved."""
+def apply(patch: Path, tree: Path, *options: str) -> str:
+    """By git, or by patch where there is no git; no line may have moved. Returns "", or why it does not apply."""
     if shutil.which("git"):
-        command = ["git", "apply", str(patch.resolve())]
+        command = ["git", "apply", *options, str(patch.resolve())]
     else:
         command = ["patch", "--strip=1", "--fuzz=0", "--batch", f"--input={patch.resolve()}"]
     # In a repository git would leave out files that are not below its root.
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent), "LC_ALL": "C"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"{patch.parent.name} does not apply: {done.stderr or done.stdout}")
+    return (done.stderr or done.stdout or "no reason") if done.returncode else ""

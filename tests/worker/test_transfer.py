@@ -20,9 +20,12 @@ from hook_time import assert_ends_within
 from kvpact.config import load_config
 from kvpact.contract import JobOutcome, LoadJob, SaveJob
 from kvpact.errors import ConfigError, PactViolation
+from kvpact.index.column_file import ColumnFile
+from kvpact.index.slot_space import PlainSlots
 from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.memory.extents import Extents
 from kvpact.memory.layout import PAGE_BYTES
+from kvpact.memory.neighbour_slots import NeighbourSlots
 from kvpact.memory.prefault import HUGE_BYTES
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact.threads import start_background
@@ -734,3 +737,32 @@ def test_the_kernel_shows_the_name_of_a_background_thread() -> None:
     start_background("kvpact-a-long-name-of-a-tier", look).join()
     assert shown == ["kvpact-a-long-n"] * 2, "what belongs to kvpact cannot be told from the engine's threads"
     assert Path("/proc/self/comm").read_text() == before
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_slots_of_another_engine_are_loaded_from_until_it_refuses(synchronous: bool) -> None:
+    owner, scene = Scene(), Scene()
+    owner.save([3, 4, 7], [1, 2, 3])
+    owner.segment.seal()
+    columns = ColumnFile(PlainSlots(SLOTS))
+    memory = os.open(f"/proc/self/fd/{owner.segment.descriptor}", os.O_RDONLY)
+    slots = NeighbourSlots(memory, owner.segment.classes, columns.descriptor)
+    os.close(memory)
+
+    def load() -> JobOutcome:
+        scene.clear()
+        job = replace(scene.load_job([3, 4, 7], [1, 2, 3], synchronous=synchronous), neighbour=1)
+        scene.worker.start_loads([job])
+        assert scene.worker.drain(10)
+        return scene.worker.poll()[job.job_id]
+
+    whole = RangeSet.span(0, 3)
+    assert load() == JobOutcome(failed=whole), "an engine that is not mapped"
+    scene.engine.use_neighbours({1: slots})
+    assert load() == JobOutcome(done=whole)
+    for here, there in zip(scene.tensors.values(), owner.tensors.values(), strict=True):
+        assert all(torch.equal(block_of(here, block), block_of(there, block)) for block in (1, 2, 3))
+    scene.engine.rebind(scene.paged)
+    assert load() == JobOutcome(done=whole), "also after the engine's memory came back elsewhere"
+    columns.refuse()
+    assert load() == JobOutcome(failed=whole), "read again when the load ends"

@@ -24,6 +24,7 @@ from kvpact.tiers.base import (
     BlockBuffer,
     Entry,
     Progress,
+    SupportsEvents,
     SupportsLocate,
     SupportsPrefix,
     SupportsScan,
@@ -246,7 +247,7 @@ class Faults:
 class FaultyTier(Tier):
     """A tier with `faults`. It keeps a tier's promises except for SILENT_DAMAGE and raised errors.
 
-    It has those of the optional methods `leading`, `put_start`, `locate` and `scan` that `tier` has.
+    It has those of the optional members `leading`, `put_start`, `locate`, `scan` and `events` that `tier` has.
     """
 
     def __init__(self, tier: Tier, faults: Faults) -> None:
@@ -261,6 +262,8 @@ class FaultyTier(Tier):
             self.locate = tier.locate
         if isinstance(tier, SupportsScan):
             self.scan = tier.scan
+        if isinstance(tier, SupportsEvents):
+            self.events = tier.events
 
     @property
     def others_evict(self) -> bool:

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
+from kvpact.memory.prefault import THREAD
 from kvpact.threads import start_background
-from kvpact_testkit.demo.cpu_time import ENDED, Look, computed, look_at, spent_by_kvpact
+from kvpact_testkit.demo.cpu_time import ENDED, Look, computed, look_at, spent_by_kvpact, spent_on_pages
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel counts no CPU time")
 
@@ -39,7 +40,13 @@ def test_threads_of_kvpact_are_told_from_the_engines_and_ended_ones_are_counted(
         rest.set()
         over.wait()
 
+    def take_pages() -> None:
+        go.wait()
+        burn(0.1)
+        over.wait()
+
     living = start_background("kvpact-disk-0", background)
+    pages = start_background(THREAD, take_pages)
     before = {1: Look.at(os.getpid(), "VLLM::Worker")}
     go.set()
     rest.wait()
@@ -50,11 +57,13 @@ def test_threads_of_kvpact_are_told_from_the_engines_and_ended_ones_are_counted(
     use = after[1].since(before[1])
     over.set()
     living.join()
+    pages.join()
+    assert spent_on_pages(before, after) == pytest.approx(0.1, abs=2 * TICK_S)
     assert use.cpu_seconds["kvpact-disk-0"] == pytest.approx(0.15, abs=2 * TICK_S)
     assert use.cpu_seconds[ENDED] == pytest.approx(0.1, abs=2 * TICK_S)
     assert use.minor_faults["kvpact-disk-0"] >= 1000
     assert computed(before, after) == pytest.approx(0.2, abs=3 * TICK_S)
-    assert spent_by_kvpact(before, after) == pytest.approx(0.25, abs=3 * TICK_S)
+    assert spent_by_kvpact(before, after) == pytest.approx(0.35, abs=3 * TICK_S)
 
 
 def test_only_processes_that_compute_or_schedule_are_looked_at_and_workers_compute_if_there_are_any() -> None:

@@ -29,6 +29,7 @@ from kvpact_testkit.engine import (
     SimulatedWorker,
     reference_engine,
 )
+from kvpact_testkit.engine.output import ModelOutput
 
 Scene = tuple[Engine, Diary]
 ADAPTER = RequestIdentity(adapter="one")
@@ -253,7 +254,7 @@ def computed_of(engine: Engine) -> dict[str, set[int]]:
     computed: dict[str, set[int]] = {}
     execute = engine.runner.execute
 
-    def watched(output: SchedulerOutput) -> list[int]:
+    def watched(output: SchedulerOutput) -> ModelOutput:
         for request, start, count in zip(output.requests, output.starts, output.counts, strict=True):
             computed.setdefault(request.request_id, set()).update(range(start, start + count))
         return execute(output)

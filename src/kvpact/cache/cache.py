@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import cast
 
+from kvpact.cache.announcements import Announcements
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.finder import Finder
 from kvpact.cache.idle_steps import IdleSteps
-from kvpact.cache.jobs import PactLedger, TransferJobs
+from kvpact.cache.jobs import PactLedger, PlanLease, TransferJobs
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.loads import Loads
-from kvpact.cache.memory import Memory, index_of, number_of
+from kvpact.cache.memory import EngineKV, Memory, index_of, number_of
+from kvpact.cache.needs.answers import AnswerEnds
 from kvpact.cache.needs.engine_groups import EngineGroups
+from kvpact.cache.neighbour_blocks import NeighbourBlocks
 from kvpact.cache.offload import Offloader
 from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Prefetcher
@@ -43,26 +47,14 @@ from kvpact.contract import (
 )
 from kvpact.errors import PactViolation
 from kvpact.identity.epochs import Epoch, Epochs
-from kvpact.identity.groups import GroupSet
 from kvpact.identity.tags import BlockTags
 from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
+from kvpact.pool.neighbours import Neighbours
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.known_keys import LRUKeySet
 
 logger = logging.getLogger(__name__)
-
-
-class EngineKV(NamedTuple):
-    """The KV of an engine."""
-
-    namespace: bytes
-    """32 bytes; engines of equal ones may use each other's blocks."""
-    groups: GroupSet
-    classes: Sequence[int] = ()
-    """The class of slots of each group; none if all slots are of one."""
-    copies_per_block: int = 0
-    """Copies that the computing thread gives to a device for one block; 0 without a device."""
 
 
 class PactCache(ExternalCache):
@@ -80,13 +72,16 @@ class PactCache(ExternalCache):
         budget: StepBudget | None = None,
     ) -> None:
         """Without a `budget` no step is late. With several groups the engine must offer a whole `SchedulerContext`."""
-        namespace, groups, classes, copies_per_block = engine
+        namespace, groups, classes, copies_per_block, events, neighbours = engine
+        self.neighbours = neighbours or Neighbours()
         self.metrics = metrics = metrics or Metrics()
         metrics.set("tier_up", 1, MEMORY)
         self.budget = budget = budget or StepBudget(inf)
-        self.index = index = index_of(arena, groups, classes)
+        self.index = index = index_of(arena, engine)
+        self._columns = index.columns
         self._config = config
         self._block_size = groups.block_size
+        self._answers = AnswerEnds(groups) if groups.ends_at_states else None
         self._arena = arena
         self._clock = clock
         self._idle_steps = IdleSteps(clock)
@@ -103,7 +98,9 @@ class PactCache(ExternalCache):
         requests = self.requests = Requests(namespace, groups, epochs, tags, records, self._renamed)
         lifetime = config.plan_lifetime
         anew = requests.may_wait_anew
-        ledger = self.ledger = PactLedger(index.unpin, lifetime, kept_waiting=anew, note_ended=records.note_ended)
+        ledger = self.ledger = PactLedger(
+            cast("Callable[[PlanLease], None]", index.unpin), lifetime, kept_waiting=anew, note_ended=records.note_ended
+        )
         load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes, copies_per_block)
         jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
         timeout = config.prepare_deadline or config.load_deadline
@@ -113,19 +110,24 @@ class PactCache(ExternalCache):
         engine_groups = EngineGroups(groups, classes, arena.class_bytes)
         queue = self._queue = Queue(lambda: index.usable_slots, groups.block_size)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
+        # copies to a device from other engines' memory are not built yet
+        others = self.others = NeighbourBlocks(Neighbours() if copies_per_block else self.neighbours, memory)
         self._is_proven = arena.standing is Standing.PROVEN
-        writes = self.writeback = WriteBack(below, memory, epochs, seen_once)
+        self.announcements = Announcements(events, requests, index) if events is not None else None
+        writes = self.writeback = WriteBack(below, memory, epochs, seen_once, self.announcements)
         reads = self._prefetcher = Prefetcher(below, memory, writes)
-        saves = self._saves = Saves(memory, engine_groups, jobs, tags, writes, queue)
+        saves = self._saves = Saves(memory, engine_groups, jobs, tags, writes, queue, self.announcements)
         self.saves = Offloader(config, saves)
         self._steps = StepLookups(requests, ledger, below, ranks)
-        finder = self._finder = Finder(config, engine_groups, reads, epochs)
+        finder = self._finder = Finder(config, engine_groups, reads, epochs, others)
         self._planner = Planner(config, ledger, engine_groups, finder, jobs, load_budget, queue)
-        self._loads = Loads(requests, ledger, saves, load_budget, config.load_deadline)
+        self._loads = Loads(requests, ledger, saves, load_budget, config.load_deadline, others)
         self._open(tiers)
 
     def _open(self, tiers: Sequence[TierExecutor]) -> None:
         self.tiers.open(tiers)
+        if self.announcements is not None:
+            self.announcements.open(self.tiers)
         self.ledger.totals.enter_tiers(client.name for client in self.tiers.clients)
 
     def open_tiers(self, tiers: Sequence[TierExecutor]) -> None:
@@ -185,7 +187,10 @@ class PactCache(ExternalCache):
             return None
         if self._saves.lazy is not None:
             self._saves.lazy.note_probe(request.request_id, state)
-        return self._planner.prepare(request, state, num_computed_tokens)
+        match = self._planner.prepare(request, state, num_computed_tokens)
+        if self.announcements is not None and match is not None:
+            self.announcements.asked(request)
+        return match
 
     def decline_external_match(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """See `ExternalCache`: the request is a miss."""
@@ -193,6 +198,8 @@ class PactCache(ExternalCache):
         if self._saves.lazy is not None:
             self._saves.lazy.note_probe(request.request_id, state)
         self._planner.decline(request, state, num_computed_tokens)
+        if self.announcements is not None:
+            self.announcements.asked(request)
 
     def put_off_external_match(self, request: EngineRequest) -> None:
         """See `ExternalCache`: from now on tiers have `prepare_deadline` for the request."""
@@ -250,6 +257,9 @@ class PactCache(ExternalCache):
         state = self.requests.of(request)
         if not state.max_computed:
             self.requests.records.note_begun(state.record)
+            if self._answers is not None and state.step_end and state.keys is not None:
+                lost = self._answers.lost_tokens(state.keys.keys, state.step_end, state.computed)
+                self.metrics.add("lost_answer_tokens", lost)
         self._computing += max(0, num_computed_tokens - state.computed)
         self.saves.note(request, state, num_computed_tokens, block_ids, has_plan)
 
@@ -293,13 +303,17 @@ class PactCache(ExternalCache):
         self._load_budget.end_step()
         self.ledger.expire(now)
         self._queue.end_step()
-        return self._jobs.end_step(now, self._steps.end_step())
+        if self._columns is not None and self._columns.claims is not None:
+            self.others.end_step()
+        work = self._jobs.end_step(now, self._steps.end_step())
+        return replace(work, extra=self.others.for_ranks()) if self.others.has_news else work
 
     def abandon_step(self, num_ranks: int) -> None:
         """See `ExternalCache`. The step's orders count as failed on every rank."""
         self._steps.abandon_step()
         self._load_budget.end_step()
         self._queue.end_step()
+        self.others.has_news |= bool(self.others.engines)
         self.apply_report(self._jobs.abandon_step())
 
     def apply_report(self, report: WorkerReport) -> list[LoadSettlement]:
@@ -337,9 +351,14 @@ class PactCache(ExternalCache):
         self.ledger.finish_request(request_id)
         self._load_budget.request_finished(request_id)
         self.saves.request_finished(request_id)
+        if self.announcements is not None:
+            may_store = self.pending > 0 or self._saves.lazy is not None
+            self.announcements.ended(request_id, may_store=may_store)
         state = self.requests.live.pop(request_id, None)
         if state is not None:
             state.drop_lookup()
+            if self._answers is not None and state.keys is not None:
+                self._answers.note(state.keys.keys, state.record.prompt_tokens, state.computed)
 
     # Whole cache
 
@@ -350,8 +369,12 @@ class PactCache(ExternalCache):
         Not for ever: a tier may hang, and a hook or a worker may fail in every step. The next request's steps then take
         in the rest.
         """
-        under_way = len(self._jobs) + self.writeback.waiting + self.tiers.pending + self.saves.dirty
-        return self._idle_steps.wait_for(under_way, self._jobs.ordered)
+        return self._idle_steps.wait_for(self.pending, self._jobs.ordered)
+
+    @property
+    def pending(self) -> int:
+        """Copies and writes that are under way, or wait."""
+        return len(self._jobs) + self.writeback.waiting + self.tiers.pending + self.saves.dirty
 
     @property
     def epoch(self) -> Epoch:
@@ -382,6 +405,9 @@ class PactCache(ExternalCache):
         self._jobs.recall()
         self.saves.clear()
         self.writeback.clear()
+        self.neighbours.reset()
+        if self.announcements is not None:
+            self.announcements.withdraw()
 
     def give_up_saves(self) -> None:
         """See `ExternalCache`. Slots stay taken until every rank has reported."""
@@ -401,6 +427,8 @@ class PactCache(ExternalCache):
 
     def distrust_adapter(self, adapter: str) -> None:
         """See `ExternalCache`. No block computed under it is saved any more."""
+        if self.announcements is not None:
+            self.announcements.withdraw()
         self._loads.distrust_adapter(adapter)
 
     def observe(self) -> Snapshot:
@@ -442,6 +470,8 @@ class PactCache(ExternalCache):
     def shutdown(self) -> None:
         """End all plans, flush the tiers for at most `shutdown_timeout` seconds, and close the arena."""
         self.ledger.end_all(EndReason.SHUTDOWN)
+        if self.announcements is not None:
+            self.announcements.withdraw()  # another cache may follow, over other memory
         self.writeback.close()
         if not self.tiers.close(self._config.shutdown_timeout):
             logger.warning("kvpact: some writes did not finish in time")

@@ -13,6 +13,7 @@ from functools import partial
 from kvpact.cache.lookup import Availability
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.match import Needs
+from kvpact.cache.neighbour_blocks import NeighbourBlocks
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.tier_set import TierSet
@@ -35,6 +36,7 @@ class Finder:
     groups: EngineGroups
     reads: Prefetcher
     epochs: Epochs
+    others: NeighbourBlocks
     prefill: PrefillRate = field(init=False)
     """Speed of the engine's prefill, measured by steps."""
     index: BlockIndex = field(init=False)
@@ -67,14 +69,20 @@ class Finder:
         """
         answers = self.reads.answers(state.tier_lookup, now) if self.tiers.clients else ()
         resident, by_tier = needs.available(self.reads.memory.has, answers)
+        beside = 0
+        if resident < len(needs.keys) and self.others.are_there():
+            beside = max(0, self.others.reach(needs) - resident)
         if not state.branches:
             state.branches = needs.start, needs.in_a_row
         rows = needs.keys[needs.in_a_row : needs.in_a_row + 1]
-        return Availability(resident, by_tier, any(map(self.reads.is_arriving, [*rows, *state.staged])))
+        is_arriving = any(map(self.reads.is_arriving, [*rows, *state.staged]))
+        return Availability(resident + beside, by_tier, is_arriving, beside)
 
     def may_go_on(self, keys: Sequence[BlockKey]) -> bool:
         """True if some place may hold blocks of a chain after `keys`, the first ones of it."""
         if self.may_be_shared or not self.groups.row_bytes or keys[-1] in self.index:
+            return True
+        if self.others.engines and self.others.may_have(keys[-1]):
             return True
         now = self.tiers.clock()
         return any(client.held(keys, now) == len(keys) for client in self.tiers.clients if not client.shared)

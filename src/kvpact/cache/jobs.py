@@ -15,7 +15,7 @@ from sys import maxsize
 
 from kvpact.cache.ledger import Ledger
 from kvpact.cache.needs.owed import Computed, Owed
-from kvpact.cache.needs.runs import Failure, Run
+from kvpact.cache.needs.runs import Failure, Holder, Run
 from kvpact.cache.plan import Plan
 from kvpact.contract import (
     BlockHolder,
@@ -44,10 +44,14 @@ reported by then, also if the engine schedules a step before it takes in the res
 Slots = tuple[int, ...]
 
 
-PactPlan = Plan[Pin, Sequence[Run]]
-"""A plan with the runs it loads, one or more a group: its pins keep the slots' content, even if entries are dropped."""
+PlanLease = Pin | Holder
+"""A pin in this engine's memory, or a lease on a run in another one's."""
 
-PactLedger = Ledger[Pin, Sequence[Run]]
+PactPlan = Plan[PlanLease, Sequence[Run]]
+"""A plan with the runs it loads, one or more a group: its leases keep the slots' content, even if entries are dropped.
+"""
+
+PactLedger = Ledger[PlanLease, Sequence[Run]]
 
 
 @dataclass(slots=True)
@@ -106,12 +110,12 @@ class LoadState:
         done = RangeSet.of(blocks)
         return JobOutcome(done.difference(failed) if failed.ranges else done, failed)
 
-    def failures(self) -> Iterator[Failure]:
-        """Consequences of the blocks that did not arrive, by job."""
+    def failures(self) -> Iterator[tuple[Failure, Holder | None]]:
+        """Consequences of the blocks that did not arrive, by job, and the engine in whose memory they were."""
         for part in self.parts:
             failure = part.run.failure(part.tally.loaded().failed, self.plan.committed_blocks)
             if failure is not None:
-                yield failure
+                yield failure, part.run.holder
 
 
 @dataclass(slots=True)
@@ -249,9 +253,11 @@ class TransferJobs:
         """
         parts = []
         for run in runs:
-            slots = self._numbers(run.slots)
+            holder = run.holder
+            slots = self._numbers(run.slots) if holder is None else tuple(run.slots)
             ids = tuple(run.block_ids)
-            job = LoadJob(self._next_id(), plan.request_id, run.start, slots, ids, synchronous, run.group)
+            of = holder.number if holder is not None else 0
+            job = LoadJob(self._next_id(), plan.request_id, run.start, slots, ids, synchronous, run.group, of)
             parts.append(LoadPart(job, run, JobTally(job.blocks, self.ranks)))
             self._outbox.loads.append(job)
         load = LoadState(plan, parts, now + self.timeout)

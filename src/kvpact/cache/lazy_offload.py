@@ -394,7 +394,8 @@ class LazyOffload:
         departing = frozenset(ids).intersection(leaving)
         rows = range(start, start + len(new))
         group = self._entries[ids[0]].group
-        run = Run(group, start, new, [*known, *new], rows, self.groups.class_of(group), block_ids=ids)
+        of_class = self.groups.class_of(group)
+        run = Run(group, start, new, [*known, *new], rows, of_class, block_ids=ids, request_id=owner)
         return Owed(owner, run, departing)
 
     def content_of(self, block_id: int) -> BlockContent | None:

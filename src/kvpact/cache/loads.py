@@ -11,12 +11,13 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvpact.cache.jobs import LoadState, PactLedger, PactPlan, TransferJobs
+from kvpact.cache.jobs import LoadState, PactLedger, PactPlan, PlanLease, TransferJobs
 from kvpact.cache.load_budget import LoadBudget
 from kvpact.cache.memory import Memory
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.match import Needs
 from kvpact.cache.needs.runs import Failure
+from kvpact.cache.neighbour_blocks import NeighbourBlocks
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.saves import Saves
 from kvpact.cache.tier_set import TierSet
@@ -24,7 +25,7 @@ from kvpact.contract import ExternalKVMatch, LoadSettlement, num_blocks_for
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import NO_TAG, first_among
-from kvpact.index.block_index import BlockIndex, Pin
+from kvpact.index.block_index import BlockIndex
 from kvpact.memory.arena import Standing
 from kvpact.metrics import EndReason
 from kvpact.ranges import BlockRange, RangeSet
@@ -43,6 +44,7 @@ class Loads:
     load_budget: LoadBudget
     load_deadline: float
     """Seconds from a load's commit to its deadline."""
+    others: NeighbourBlocks
     groups: EngineGroups = field(init=False)
     memory: Memory = field(init=False)
     jobs: TransferJobs = field(init=False)
@@ -74,11 +76,14 @@ class Loads:
         state = self.requests.live[plan.request_id]
         leases = plan.leases
         keep = self._cut(plan, state, num_tokens) if num_tokens < plan.promised_tokens else leases
+        for run in plan.slots:
+            if run.holder is not None and run.holder.is_refused and keep is leases:
+                keep = None
         runs, loaded, beside = groups.placed(plan.slots, groups.tables(plan.request_id, lambda: block_ids), blocks)
         if keep is None or not runs:
             self.ledger.abort(plan, EndReason.REFUSED)
-            for pin in keep if keep is not None and keep is not leases else ():
-                self.index.unpin(pin)
+            for lease in keep if keep is not None and keep is not leases else ():
+                self.others.release(lease)
             return 0
         state.commit(num_tokens, blocks)
         if synchronous:
@@ -87,7 +92,11 @@ class Loads:
             self.requests.tags.fill(beside, NO_TAG)
         for run in runs:
             self.requests.tags.fill(run.block_ids, state.tag)
-            self.saves.writeback.note_used(run)
+            if run.holder is None:
+                self.saves.writeback.note_used(run)
+            else:
+                self.others.has_news = True  # these ranks may not have heard of the engine
+                state.record.note_neighbour(run.holder.name)
         self.ledger.commit(plan, num_tokens, now=now, keep=keep, deadline=now + self.load_deadline)
         self.jobs.order_load(plan, runs, now, synchronous=synchronous)
         return loaded
@@ -113,20 +122,31 @@ class Loads:
             )
         return plan
 
-    def _cut(self, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[Pin] | None:
-        """The engine takes less than was promised: pins on what that needs; None if memory does not have it."""
+    def _cut(self, plan: PactPlan, state: RequestState, num_tokens: int) -> Sequence[PlanLease] | None:
+        """The engine takes less than was promised: leases on what that needs; None if it is not there."""
         rows = plan.blocks.start + num_blocks_for(num_tokens, self.groups.block_size)
         end = plan.blocks.start * self.groups.block_size + num_tokens
         if self.groups.reads_all:
             plan.slots = self.groups.first_of(plan.slots, end)
             # only the plan's own pins keep the slots of blocks that were dropped: all or none
-            return plan.leases if self.memory.lost_any(plan.slots) else self.memory.lease(plan.slots)
+            return plan.leases if self.memory.lost_any(plan.slots) else self.others.hold_part(plan.slots)
         keys = state.keys.keys if state.keys is not None else []
         needs = Needs(self.groups, keys, plan.blocks.start, state.loose_keys)
+        if any(run.holder is not None for run in plan.slots):
+            return self._hold_elsewhere(plan, needs, rows) if self.groups.may_end_at(end) else None
         if needs.longest(self.memory.has, rows) != rows or not self.groups.may_end_at(end):
             return None
         plan.slots = needs.runs(rows)
         return self.memory.lease(plan.slots)
+
+    def _hold_elsewhere(self, plan: PactPlan, needs: Needs, rows: int) -> Sequence[PlanLease] | None:
+        """Leases on a match up to row `rows`, in memory and other engines; None if they do not have it."""
+        needs.available(self.memory.has, ())
+        holding = self.others.hold(needs, rows, rows)
+        if holding is None:
+            return None
+        plan.slots = holding.runs
+        return holding.leases
 
     def note_resumed(self, plan: PactPlan) -> None:
         """The engine computes the request: it uses what an asynchronous load brought, up to the first hole."""
@@ -203,10 +223,15 @@ class Loads:
     def _load_failed(self, load: LoadState) -> None:
         """Blocks failed to load: drop them, and all of the chain after them, everywhere."""
         name = load.job.request_id
-        for failure in load.failures():
+        for failure, holder in load.failures():
             text = "kvpact: %d blocks of request %s failed to load, from block %d on; dropped (later ones are counted)"
             self._told.log("failed", logging.WARNING, text, len(failure.keys), name, failure.row)
-            self._invalidate(name, load.parts[0].run.chain, failure)
+            chain = load.parts[0].run.chain
+            if holder is None:
+                self._invalidate(name, chain, failure)
+            else:
+                holder.refute(failure.keys)
+                self.jobs.invalidate(name, chain[failure.row], failure.row)
             state = self.requests.live.get(name)
             if self.saves.lazy is not None and state is not None and state.keys is not None:
                 self.saves.lazy.forget(state.keys.keys[failure.row :])

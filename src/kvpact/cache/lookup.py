@@ -20,11 +20,13 @@ class Availability(NamedTuple):
     """Where a request's blocks are, determined once per prepare; numbers are blocks in a row from the first."""
 
     resident: int
-    """Blocks that memory holds."""
+    """Blocks that memory holds, or other engines' memory on this host."""
     by_tier: tuple[int, ...] = ()
     """Blocks that each tier can supply, in the user's order; of a shared tier what it has answered."""
     arriving: bool = False
     """True if the block after the resident ones is being read from a tier."""
+    beside: int = 0
+    """Resident blocks, the last ones, that memory has only together with other engines of this host."""
 
     @property
     def stored(self) -> int:

@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 from kvpact.cache.jobs import PactLedger, PactPlan
 from kvpact.cache.needs.runs import NO_BLOCK, NOTHING, Has, Run, linked, loose
-from kvpact.errors import PactViolation
+from kvpact.events.queue import EventQueue
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex, Pin, Reservation
+from kvpact.index.column_file import ColumnFile
 from kvpact.index.slot_space import PlainSlots
 from kvpact.memory.arena import Arena
+from kvpact.pool.neighbours import Neighbours
 
 NAMES_PER_SLOT = 64
 MAX_NAMES = 1 << 20
@@ -27,6 +29,22 @@ MAX_NAMES = 1 << 20
 
 def _never(plan: PactPlan) -> bool:
     return False
+
+
+class EngineKV(NamedTuple):
+    """The KV of an engine."""
+
+    namespace: bytes
+    """32 bytes; engines of equal ones may use each other's blocks."""
+    groups: GroupSet
+    classes: Sequence[int] = ()
+    """The class of slots of each group; none if all slots are of one."""
+    copies_per_block: int = 0
+    """Copies that the computing thread gives to a device for one block; 0 without a device."""
+    events: EventQueue | None = None
+    """Announcements to routers; None: nothing is announced."""
+    neighbours: Neighbours | None = None
+    """Other engines of this host whose memory it may load from, as they may from its own; None: none."""
 
 
 class Taken(NamedTuple):
@@ -108,7 +126,9 @@ class Memory:
 
     def take(self, run: Run, share: Callable[[int], int] | None) -> Taken | None:
         """Slots for as many blocks of a run as there is room for, of which it may have its `share`, by default all, and
-        a pin on the last of them; None if there is none, or the row that the run needs is not known."""
+        a pin on the last of them; None if there is none, or the row that the run needs is not known.
+
+        `reservable` is an upper bound where neighbours lease: what they lease is evicted and not free yet."""
         needed = run.needed
         index = self.index
         wanted = room = len(run.keys)
@@ -124,16 +144,18 @@ class Memory:
             if not room:
                 return None
             reservation = self.reserve(run if room == wanted else run.part(0, room))
-            if reservation is None:
-                raise PactViolation(f"there is no room for {room} blocks, although so many were reservable")
+            if reservation is None:  # neighbours lease what was evicted
+                return None
             return Taken(reservation, index.pin_at(run.keys[room - 1], reservation.slots[-1]))
         finally:
             if before is not None:
                 index.unpin(before)
 
 
-def index_of(arena: Arena, groups: GroupSet, classes: Sequence[int]) -> BlockIndex:
+def index_of(arena: Arena, engine: EngineKV) -> BlockIndex:
     """An index over the slots of an arena. A chain without bytes has rows of its own, which take no slots."""
+    groups = engine.groups
+    classes = engine.classes
     if groups.chain is not None:
         space = arena.slot_space(0)
         chain = classes[groups.chain] if classes else 0
@@ -141,8 +163,14 @@ def index_of(arena: Arena, groups: GroupSet, classes: Sequence[int]) -> BlockInd
         space = arena.slot_space(min(MAX_NAMES, NAMES_PER_SLOT * arena.num_slots * max(1, *arena.places)))
         chain = len(arena.places)
     classes_of_slots = len(space.free)
-    ends = groups.ends_at_states
-    return BlockIndex(space.num_rows, space=space, classes=classes_of_slots, chain_class=chain, bare_ends_first=ends)
+    return BlockIndex(
+        space.num_rows,
+        space=space,
+        classes=classes_of_slots,
+        chain_class=chain,
+        bare_ends_first=groups.ends_at_states,
+        columns=ColumnFile(space),
+    )
 
 
 def number_of(index: BlockIndex) -> Callable[[int], int] | None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from kvpact import __version__
+from kvpact.cache.announcements import Announcements
 from kvpact.cache.budget import StepBudget
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
+from kvpact.cache.memory import EngineKV
 from kvpact.cache.plan import Plan
 from kvpact.cache.stats_file import StatsFile
 from kvpact.cache.status import EngineStatus, status_of
@@ -25,6 +27,7 @@ from kvpact.cache.weights_watch import WeightsWatch
 from kvpact.config import KvpactConfig, find_factory
 from kvpact.contract import CacheSpec, ExternalCache, ExternalKVMatch, SupportsStepLookup
 from kvpact.errors import ConfigError, reason_of
+from kvpact.events.queue import EventQueue
 from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.base_weights import BaseWeights
 from kvpact.identity.groups import GroupSet, one_group
@@ -32,6 +35,9 @@ from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
 from kvpact.metrics import MEMORY, Metrics, Snapshot, StartVerdict, explain_misses
+from kvpact.pool.meeting import Meeting
+from kvpact.pool.neighbours import Neighbours
+from kvpact.pool.own_memory import OwnMemory
 from kvpact.ranges import BlockRange
 from kvpact.tiers.base import RecordMac
 from kvpact.tiers.executor import TierExecutor
@@ -43,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineIdentity(NamedTuple):
-    """Identity of an engine: blocks of other models and adapters are not its own."""
+    """Identity of an engine: blocks of other models and adapters are not its own, and routers know it by its events."""
 
     known: Namespace
     """The namespace without the weights."""
@@ -51,6 +57,10 @@ class EngineIdentity(NamedTuple):
     """None without tiers."""
     adapters: AdapterDigests
     seal: RecordMac
+    events: EventQueue | None = None
+    """Announcements of its blocks to routers; None: nobody listens."""
+    read_weights: Callable[[Callable[[], bool]], str] | None = None
+    """Identity of the weights for other engines of this host: see `OwnMemory`; None: it meets none."""
 
 
 class MountedCache:
@@ -71,7 +81,7 @@ class MountedCache:
 
         Raises ConfigError for settings that no cache can have, and if the weights cannot be identified.
         """
-        known, weights, adapters, seal = identity
+        known, weights, adapters, seal, _, read_weights = identity
         self.segments = [hello.segment for hello in hellos]
         self._may_have_counted = True
         """False while the counts are those last offered to `stats_file`."""
@@ -82,6 +92,10 @@ class MountedCache:
         self.store: SharedTierConfig | None = None
         """Where the workers look at a step's beginning; None if they do not."""
         self._config = config
+        # a device's copies from other engines' memory are not built yet
+        may_meet = config.pool == "host" and not any(hello.copies_per_block for hello in hellos)
+        neighbours = Neighbours() if may_meet and read_weights is not None else None
+        self._meeting: Meeting | None = None
         self._block_size = groups.block_size
         self._adapters = adapters
         arena, attached = attach_all(hellos)
@@ -100,7 +114,14 @@ class MountedCache:
         if config.cache is None:
             self.own = PactCache(
                 config,
-                EngineKV(known.digest, groups, hellos[0].slot_classes, max(hello.copies_per_block for hello in hellos)),
+                EngineKV(
+                    known.digest,
+                    groups,
+                    hellos[0].slot_classes,
+                    max(hello.copies_per_block for hello in hellos),
+                    identity.events,
+                    neighbours,
+                ),
                 arena=arena,
                 tiers=tiers.queues if tiers is not None else (),
                 clock=time.monotonic,
@@ -108,6 +129,9 @@ class MountedCache:
                 budget=budget,
             )
             self.cache: ExternalCache = self.own
+            if neighbours is not None and read_weights is not None:
+                own = OwnMemory(self.own.index, arena, hellos, known.digest, read_weights)
+                self._meeting = Meeting(own, neighbours)
         else:
             slots = arena.num_slots, arena.num_ranks, arena.rank_slot_bytes
             several = None if groups == one_group(groups.block_size) else groups
@@ -122,7 +146,7 @@ class MountedCache:
         self._status_socket: StatusSocket | None = None
         self._model = ""
         self._verdict = StartVerdict()
-        self._remedy = ""
+        self._remedies: dict[str, str] = {}
         is_plain = groups == one_group(groups.block_size)
         logger.info(
             "kvpact: %s of memory for %s, %s, namespace %s",
@@ -193,11 +217,18 @@ class MountedCache:
             self._metrics.set("tier_up", 0, MEMORY)
             logger.error("kvpact: a rank has found a wrong copy; this engine goes on without a cache")
             self.weights.reset()
+            if self._meeting is not None:
+                self._meeting.end()
             if self.own is not None:
                 self.own.writeback.refute_run()
         if self.own is not None:
             self.own.tiers.poll()  # their deletions go on, piece by piece
             self.own.tiers.end_step()
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """Announcements to routers; None if there are none."""
+        return self.own.announcements if self.own is not None else None
 
     def found_in(self, match: ExternalKVMatch, num_tokens: int) -> list[tuple[str, int]]:
         """The tiers that had the first tokens of a match, by label and in order; none where the cache is another's."""
@@ -215,19 +246,20 @@ class MountedCache:
         return self.own.observe() if self.own is not None else self._metrics.snapshot()
 
     def listen(self, model: str, verdict: StartVerdict) -> None:
-        """Answer this user's `kvpact status` for the engine with this model, from now on until the end."""
+        """Answer this user's `kvpact status` for the engine with this model, and meet other engines, until the end."""
         self._model = model
         self._verdict = verdict
-        self._status_socket = StatusSocket(lambda: self._status().encoded())
+        self._status_socket = StatusSocket(lambda: self._status().encoded(), self._meeting)
 
-    def note(self, limit: str, remedy: str) -> None:
-        """Add a limit that was found after the start, and the remedy, to the verdict on it."""
+    def note(self, lacking: str, limit: str, remedy: str) -> None:
+        """Add a limit that was found after the start to the verdict on it, and the remedy; it is advised where the
+        series `lacking` counts much."""
         self._verdict = replace(self._verdict, notes=(*self._verdict.notes, limit))
-        self._remedy = remedy
+        self._remedies = self._remedies | {lacking: remedy}
 
     def _status(self) -> EngineStatus:
         status = status_of(self.own, self._metrics, self._model, self._block_size, self._verdict)
-        status.remedy = self._remedy
+        status.remedies = self._remedies
         return status
 
     def reset(self) -> None:
@@ -245,6 +277,8 @@ class MountedCache:
         without requests."""
         self.use_late_tiers()
         pending = self.cache.has_pending_work
+        if self.announcements is not None:
+            pending |= len(self.announcements.queue) > 0
         if self._stats_file is not None and self._may_have_counted and not pending:
             self.observe()
             self._stats_file.offer(self._status())
@@ -253,6 +287,8 @@ class MountedCache:
 
     def close(self) -> None:
         """Flush the tiers in bounded time, and log the counts."""
+        if self._meeting is not None:
+            self._meeting.close()
         if self._status_socket is not None:
             self._status_socket.close()
         self.use_late_tiers()

@@ -143,6 +143,7 @@ class Offloader:
         is_saved = False
         try:
             if loose:
+                loose += self.groups.windows_at(loose, tables)
                 late = self.groups.rows_of(loose)
                 rows = range(min(rows.start, late.start), max(rows.stop, late.stop)) if rows else late
             if rows:
@@ -176,7 +177,7 @@ class Offloader:
         tokens = request.token_ids
         prompt = state.record.prompt_tokens
         ids, loose = groups.worth_saving(tables, rows, state.computed, len(tokens), state.branches)
-        loose = [*loose, *offered]
+        loose = [*dict.fromkeys((*loose, *offered))]
         owed = Computed(name, state.keys, tokens, state.tag, first, full, 0, ids, loose, prompt, state.sound)
         left = 0
         if lazy is not None:

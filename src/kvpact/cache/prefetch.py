@@ -275,7 +275,7 @@ class Prefetcher:
 
     def _may_yield(self, plan: PactPlan) -> bool:
         """True if the end of a plan for which blocks are read leaves room: all have arrived."""
-        return not any(self.is_arriving(pin.key) for pin in plan.leases)
+        return not any(isinstance(pin, Pin) and self.is_arriving(pin.key) for pin in plan.leases)
 
     def is_arriving(self, key: BlockKey) -> bool:
         """True if `key` is being read from a tier."""

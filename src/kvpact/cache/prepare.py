@@ -17,18 +17,19 @@ from kvpact.cache.lookup import Availability, Limits, Lookup, Miss, Phase, Stage
 from kvpact.cache.memory import Memory
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.match import Needs
+from kvpact.cache.needs.runs import Run
+from kvpact.cache.neighbour_blocks import Holding, sources_of
 from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Lacking, Prefetcher
 from kvpact.cache.request import RequestState
 from kvpact.cache.staging import Probe, Staging
 from kvpact.cache.tier_set import TierSet
-from kvpact.cache.totals import Sources
 from kvpact.cache.waiting import Facts, Queue, Reply, WaitEvent
 from kvpact.config import KvpactConfig
 from kvpact.contract import EngineRequest, ExternalKVMatch
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import BlockIndex
-from kvpact.metrics import MEMORY, EndReason, MissReason
+from kvpact.metrics import EndReason, MissReason
 from kvpact.ranges import BlockRange
 
 NO_MATCH = ExternalKVMatch(0)
@@ -234,7 +235,14 @@ class Planner:
             self.staging.give_up(probe)
         if isinstance(decision, Miss):
             return self._miss(probe.request_id, state, probe.start, decision)
-        return self._match(self._promise(probe, BlockRange(probe.start, decision.end - probe.start)))
+        end = decision.end
+        holding = None
+        if end > available.resident - available.beside:
+            holding = self.finder.others.hold(probe.needs, end, probe.start + self.config.min_match_blocks)
+            end = holding.end if holding is not None else available.resident - available.beside
+            if end - probe.start < self.config.min_match_blocks:
+                return self._miss(probe.request_id, state, probe.start, Miss(MissReason.NOT_STORED))
+        return self._match(self._promise(probe, BlockRange(probe.start, end - probe.start), holding))
 
     # What is looked up
 
@@ -358,28 +366,27 @@ class Planner:
 
     # What was decided
 
-    def _promise(self, probe: Probe, blocks: BlockRange) -> PactPlan:
-        """Promise blocks that memory holds, under the plan that they were read for if that covers them."""
+    def _promise(self, probe: Probe, blocks: BlockRange, holding: Holding | None) -> PactPlan:
+        """Promise blocks that are held, under the plan that they were read for if that covers them."""
         plan = read = probe.plan
+        runs: Sequence[Run] = holding.runs if holding is not None else probe.needs.runs(blocks.start + blocks.count)
+        leases = holding.leases if holding is not None else self.memory.lease(runs)
         if plan is None or blocks.end > plan.blocks.end:
-            runs = probe.needs.runs(blocks.start + blocks.count)
             plan = self.ledger.open_plan(
                 probe.request_id,
                 blocks,
                 block_size=self.groups.block_size,
                 slots=runs,
                 now=probe.now,
-                leases=self.memory.lease(runs),
+                leases=leases,
                 promised_tokens=blocks.count * self.groups.block_size,
             )
         else:
-            plan.slots = probe.needs.runs(blocks.end)
-            leases = self.memory.lease(plan.slots)
+            plan.slots = runs
             tokens = blocks.count * self.groups.block_size
             self.ledger.ready(plan, promised_tokens=tokens, leases=leases, now=probe.now, blocks=blocks)
-        if read is not None:
-            loose = self.groups.bytes_by_tier(plan.slots, probe.state.staged, MEMORY)
-            plan.sources = Sources(read.sources.rows, self.groups.row_bytes, loose, blocks.count)
+        if read is not None or holding is not None:
+            plan.sources = sources_of(runs, self.groups, read, probe.state.staged, blocks.count)
         probe.state.lookups.note(blocks.start, True, None, self.tiers.metrics, probe.state.record)
         return plan
 

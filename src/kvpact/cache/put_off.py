@@ -97,6 +97,7 @@ class PutOff:
         (piece,) = waiting.pieces
         return (
             context is not None
+            and waiting.trusted
             and piece.end <= waiting.garbage_from
             and all(self.saves.tags.has(block_id, waiting.tag) for block_id in piece.loose_ids)
             and [context.get_block(block_id).block_hash for block_id in piece.loose_ids] == [*piece.hashes]

@@ -55,6 +55,13 @@ class RequestRecord(msgspec.Struct, gc=False):
     used_tokens: int = 0
     used_again_tokens: int = 0
     saved_blocks: int = 0
+    neighbours: tuple[str, ...] = ()
+    """Other engines of this host from whose memory it loads, or has loaded."""
+
+    def note_neighbour(self, name: str) -> None:
+        """A load begins from another engine's memory."""
+        if name not in self.neighbours:
+            self.neighbours = (*self.neighbours, name)
 
 
 class Prompts(msgspec.Struct):

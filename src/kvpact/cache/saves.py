@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpact.cache.announcements import Announcements
 from kvpact.cache.jobs import SaveState, TransferJobs
 from kvpact.cache.lazy_offload import LazyOffload
 from kvpact.cache.memory import Memory
@@ -35,6 +36,7 @@ class Saves:
     writeback: WriteBack
     queue: Queue
     """The requests that wait for room to read."""
+    announcements: Announcements | None = None
     tiers: TierSet = field(init=False)
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
@@ -70,7 +72,7 @@ class Saves:
         if held and (held == named or lazy is not None):
             self.memory.index.touch(keys[held - 1])
             if self.tiers.clients:
-                self.writeback.note_used(linked(keys[:named]))
+                self.writeback.note_used(linked(keys[:named], request_id=computed.request_id))
         sound = min(named, computed.sound)
         if held < computed.first:
             held = self.memory.know(keys[:sound])
@@ -133,6 +135,8 @@ class Saves:
         if self.lazy is not None:
             self.lazy.saved(len(run.block_ids))
             self.lazy.forget(key for key, is_good in zip(run.keys, good, strict=True) if not is_good)
+        if saved and self.announcements is not None:
+            self.announcements.saved(run, saved)
         if saved:
             self.writeback.note_saved(run.stored(saved))
             if run.replaces:

@@ -7,6 +7,7 @@ waits, and nothing is changed.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final
 
@@ -18,10 +19,13 @@ from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
 from kvpact.memory.arena import Standing
 from kvpact.metrics import MEMORY, Metrics, MissReason, Snapshot, StartVerdict, lost_blocks, series, tiers_in
+from kvpact.tiers.backends import NEIGHBOURS
 from kvpact.units import format_age
 
 VERSION: Final = 1
 """The document's; it grows when a field gets another meaning or goes."""
+
+_LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
 
 FEW: Final = 10
 """Least number of lookups; if fewer all miss, that means nothing yet."""
@@ -81,12 +85,18 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     block_size: int
     metrics: Snapshot
     verdict: StartVerdict = StartVerdict()
-    remedy: str = ""
-    """Option that ends misses for want of states; "" if there is none."""
+    remedies: dict[str, str] = {}
+    """Series of lookups, or tokens, that lacked a state -> the option that keeps it."""
+    announced_blocks: int | None = None
+    """Blocks that routers know of, counted in each place; None: the engine publishes no KV events."""
     time: float = 0.0
     """Now, on the clock of `records`."""
     tiers: list[TierState] = []
     leases: list[Lease] = []
+    blocks_leased_from: dict[str, int] = {}
+    """Blocks that it leases in the memory of each other engine of this host, by the engine's name."""
+    blocks_leased_to_others: int = 0
+    """Blocks of its own memory that other engines lease."""
     records: list[RequestRecord] = []
     prompts: Prompts = msgspec.field(default_factory=Prompts)
 
@@ -112,8 +122,10 @@ class EngineStatus(msgspec.Struct, kw_only=True):
         return int(self.metrics.get(series(name, tier) if tier else name, 0))
 
     def tokens_by_source(self) -> dict[str, int]:
-        """Prompt tokens that were not computed, by the engine's own cache, memory and each tier."""
-        by_tier = {tier: self.count("used_tokens_from", tier) for tier in (MEMORY, *(each.name for each in self.tiers))}
+        """Prompt tokens that were not computed, by the engine's own cache, memory, neighbours if any, each tier."""
+        neighbours = (NEIGHBOURS,) if self.count("used_tokens_from", NEIGHBOURS) else ()
+        tiers = (MEMORY, *neighbours, *(each.name for each in self.tiers))
+        by_tier = {tier: self.count("used_tokens_from", tier) for tier in tiers}
         return {"engine": self.prompts.engine_tokens} | by_tier
 
     def to_change(self) -> str:
@@ -130,9 +142,12 @@ class EngineStatus(msgspec.Struct, kw_only=True):
                 return f"raise `write_queue`, or use a faster tier: most writes to {tier.name} are dropped"
         if not lookups + self.count("spared_lookups"):
             return "nothing yet: no prompt has been looked up"
-        lacking = self.metrics.get(series("misses", MissReason.STATE_MISSING), 0)
-        if self.remedy and lacking * 10 >= max(1, lookups):
-            return self.remedy
+        is_short = lost_blocks(self.metrics) * 10 > self.count("saved_blocks")
+        for lacking, remedy in self.remedies.items():
+            of_tokens = lacking.endswith("tokens")  # more states are kept then, which a full place has no room for
+            whole = self.prompts.tokens if of_tokens else lookups
+            if self.metrics.get(lacking, 0) * 10 >= max(1, whole) and not (of_tokens and is_short):
+                return remedy
         if not missed or missed * 10 < lookups:
             return "nothing"
         if reason is MissReason.NOT_STORED and lookups < FEW and missed == lookups:
@@ -146,12 +161,25 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
+def _by_name(counts: Mapping[str, float]) -> dict[str, Any]:
+    """Counts by name: a number, or for one with labels a list of objects, each with its labels and its `value`."""
+    found: dict[str, Any] = {}
+    for key, value in counts.items():
+        name, _, labels = key.partition("{")
+        if labels:
+            found.setdefault(name, []).append({**dict(_LABEL.findall(labels)), "value": value})
+        else:
+            found[name] = value
+    return found
+
+
 def status_document(engines: Iterable[EngineStatus], *, leases: bool = False) -> dict[str, Any]:
     """The JSON that `kvpact status --json` prints and `stats_file` holds: tokens, seconds, bytes and blocks."""
-    left_out = {"records"} if leases else {"records", "leases"}
+    left_out = {"records"} if leases else {"records", "leases", "blocks_leased_from", "blocks_leased_to_others"}
     return {
         "engines": [
             {name: value for name, value in msgspec.to_builtins(each).items() if name not in left_out}
+            | {"metrics": _by_name(each.metrics)}
             | {"tokens_by_source": each.tokens_by_source(), "to_change": each.to_change()}
             for each in engines
         ]
@@ -204,6 +232,11 @@ def status_of(
         )
         for plan in cache.ledger.open_plans()
     ]
+    found.blocks_leased_from = cache.others.leased_from()
+    columns = cache.index.columns
+    if columns is not None and columns.claims is not None:
+        found.blocks_leased_to_others = columns.claims.count_leased(range(cache.index.num_slots))
+    found.announced_blocks = cache.announcements.count if cache.announcements is not None else None
     found.records = cache.requests.records.all()
     prompts = cache.requests.records.prompts
     found.prompts = msgspec.structs.replace(prompts, used_tokens=cache.ledger.totals.used_tokens)

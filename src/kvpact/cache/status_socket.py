@@ -1,7 +1,8 @@
 """The unix socket on which an engine answers people of its own user, and how its callers find it.
 
-Owns the place of the sockets, who may use them and the thread that answers. A caller connects, reads one document and
-is served no more; whatever it does costs the engine no step. A socket that cannot be made costs one line in the log.
+Owns the place of the sockets, who may use them and the thread that answers. A caller connects, says that it asks
+nothing, reads one document and is served no more; whatever it does costs the engine no step. Who asks something is
+another engine, for the meeting of the engines of this host. A socket that cannot be made costs one line in the log.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from pathlib import Path
 from typing import Final
 
 from kvpact.errors import reason_of
+from kvpact.index.row_locks import close_in_children
 from kvpact.own_files import OWN_FOLDER, PRIVATE, NotOurs, OwnFolder
+from kvpact.pool.meeting import REFUSAL, Meeting
 from kvpact.threads import start_background
 from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)
 
 CLIENT_SECONDS: Final = 2.0
-"""Seconds that a caller may take to read."""
+"""Seconds that a caller may take to ask, and to read; one of an older release says nothing, and is answered then."""
+
+MOST_ASKED_BYTES: Final = 1 << 16
+"""Most bytes of a question."""
 
 ANSWER_SECONDS: Final = 10.0
 """Seconds that an engine may take to answer: its thread waits while the engine's own holds the interpreter."""
@@ -54,10 +60,11 @@ def places() -> list[tuple[Path, str]]:
 
 
 class StatusSocket:
-    """Answers every caller with what `tell` returns, on a thread of its own."""
+    """Answers every caller with what `tell` returns, on a thread of its own; other engines meet by `meeting`."""
 
-    def __init__(self, tell: Callable[[], bytes]) -> None:
+    def __init__(self, tell: Callable[[], bytes], meeting: Meeting | None = None) -> None:
         self._tell = tell
+        self._meeting = meeting
         self._told = LogOnce(logger)
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
@@ -84,7 +91,8 @@ class StatusSocket:
                 return
             except (OSError, NotOurs) as error:
                 refused = reason_of(error)
-        logger.warning("kvpact: `kvpact status` cannot find this engine: no socket can be made: %s", refused)
+        nor = ", and its memory is its own alone" if self._meeting is not None else ""
+        logger.warning("kvpact: `kvpact status` cannot find this engine%s: no socket can be made: %s", nor, refused)
 
     def _listen(self, folder: OwnFolder) -> None:
         """Answer callers until the end. The socket gets its name once it listens: before, it would look dead."""
@@ -98,6 +106,9 @@ class StatusSocket:
             listener.listen()
             os.rename(hidden, path)
             made.callback(path.unlink, missing_ok=True)
+            close_in_children(listener)  # what a forked child keeps open would look alive
+            if self._meeting is not None:
+                self._meeting.begin(name, partial(_sockets_in, folder))
             with self._lock:
                 self._listener = listener
             while not self._closed.is_set():
@@ -107,10 +118,16 @@ class StatusSocket:
                     self._closed.wait(RETRY_SECONDS)
 
     def _answer(self, caller: socket.socket) -> None:
+        caller.settimeout(CLIENT_SECONDS)
+        question = b""
+        with suppress(OSError):
+            question = caller.recv(MOST_ASKED_BYTES)
+        if question and self._meeting is not None:
+            self._meeting.hear(caller, question)
+            return
         with caller:
             try:
-                caller.settimeout(CLIENT_SECONDS)
-                caller.sendall(self._tell())
+                caller.sendall(REFUSAL if question else self._tell())
             except OSError:
                 pass  # it has left, or does not read
             except Exception as error:
@@ -146,6 +163,7 @@ def _ask(path: Path, seconds: float) -> bytes | None:
         asked.settimeout(seconds)
         try:
             asked.connect(str(path))
+            asked.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: asked.recv(1 << 16), b"")) if seconds else b""
         except (ConnectionRefusedError, FileNotFoundError):
             with suppress(OSError):

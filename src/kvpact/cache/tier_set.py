@@ -18,11 +18,12 @@ from typing import Any
 from kvpact.cache.budget import StepBudget
 from kvpact.identity.epochs import Epoch
 from kvpact.identity.keys import BlockKey
+from kvpact.index.announced import Subscriber
 from kvpact.memory.arena import Arena
 from kvpact.metrics import Metrics
 from kvpact.tiers.client import Deleted, LentSlots, TierClient, observe_tier
 from kvpact.tiers.executor import OpId, TierExecutor
-from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, REFUTED_SECONDS, LRUKeySet
+from kvpact.tiers.known_keys import ASK_AGAIN_SECONDS, REFUTED_SECONDS, AnnouncedKeys, LRUKeySet
 from kvpact.tiers.urls import distinct
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class TierContents:
         self.being_written: set[BlockKey] = set()
         self.unshareable = LRUKeySet(most)
         """Blocks written to a shared tier under a drawn epoch; deleted when the engine ends."""
+        self.announced: AnnouncedKeys | None = None
+        """The blocks `found` of a shared tier, if routers hear of them."""
         self.forget()
 
     def forget(self) -> None:
@@ -51,8 +54,15 @@ class TierContents:
         """Blocks found in a shared tier, with the time. If it has evicted one since, the next lookup says so."""
         self.refuted = LRUKeySet(self._most)
         """Blocks that the tier claimed to hold and did not deliver; see `REFUTED_SECONDS`."""
+        if self.announced is not None:
+            self.announced.withdraw()
+            self.found = self.announced
         self.offered_again = LRUKeySet(self._most)
         """Last keys of chains that were offered to the tier once more; see `WriteBack.note_used`."""
+
+    def announce_to(self, subscriber: Subscriber) -> None:
+        """Tell `subscriber` of blocks that this engine has stored in a shared tier, and of those that it finds lost."""
+        self.found = self.announced = AnnouncedKeys(self._most, subscriber)
 
     def note_found(self, keys: Sequence[BlockKey], held: int, now: float) -> None:
         """The tier holds the first `held` of `keys`, and not the others."""

@@ -14,6 +14,7 @@ from itertools import compress
 from math import inf
 from sys import maxsize
 
+from kvpact.cache.announcements import Announcements
 from kvpact.cache.budget import StepBudget
 from kvpact.cache.memory import Memory
 from kvpact.cache.needs.runs import Has, Run
@@ -42,6 +43,7 @@ class WriteBackOp:
     """Bytes of each."""
     pins: tuple[Pin, ...]
     epoch: Epoch
+    run: Run
 
 
 @dataclass(eq=False)
@@ -55,6 +57,7 @@ class WriteBack:
     memory: Memory
     epochs: Epochs
     seen_once: LRUKeySet | None
+    announcements: Announcements | None = None
     index: BlockIndex = field(init=False)
     _unwritten: deque[Run] = field(default_factory=deque, init=False)
     _backlog: dict[TierClient, range] = field(default_factory=dict, init=False)
@@ -84,6 +87,8 @@ class WriteBack:
             return
         noted = {*own}
         for run in self.memory.runs_that_end_in([key for key in keys if key not in noted]):
+            if self.announcements is not None:
+                self.announcements.saved(run, len(run.keys))
             self.note_saved(run)
 
     def note_used(self, run: Run) -> None:
@@ -249,7 +254,7 @@ class WriteBack:
             keys = tuple(piece.keys)
             pins = tuple(map(self.index.pin, piece.kept_by))
             slots = [number(slot) for slot in self.index.slots_of(keys)]
-            op = WriteBackOp(keys, self.tiers.arena.bytes_of(slots), pins, epoch)
+            op = WriteBackOp(keys, self.tiers.arena.bytes_of(slots), pins, epoch, piece)
             op_id = self.tiers.begin(partial(self._end_write, client, op))
             self.tiers.contents[client].being_written.update(keys)
             buffers = [*map(self.tiers.arena.slot_views, slots)]
@@ -273,6 +278,8 @@ class WriteBack:
             if op.epoch.is_drawn:
                 contents.unshareable.add(stored)
         contents.refuted.discard(stored)
+        if self.announcements is not None:
+            self.announcements.written(client, contents, op.run, done.each)
         self.tiers.metrics.add("written_blocks", len(stored), client.name)
         self.tiers.metrics.add("written_bytes", sum(compress(op.sizes, done.each)), client.name)
         self.tiers.metrics.add("dropped_writes", len(lost), client.name)

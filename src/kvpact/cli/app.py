@@ -64,11 +64,15 @@ def new_app(summary: str, group: type[TyperGroup] = OneLineErrors, *, completes:
 COMMANDS: Final = "kvpact.commands"
 """Group of entry points: a command's name, and the function that typer makes it from."""
 
+KIT: Final = "git+https://github.com/kvpact/kvpact#subdirectory=kit"
+"""The distribution kvpact-testkit, as pip gets it without an index."""
+
 OF_THE_KIT: Final = {
-    "conformance": ("kvpact[testkit]", "Run the contract's checks on a cache or connector."),
-    "demo": ("kvpact[demo]", "Show a real vLLM load the keys and values that it computed before a restart."),
+    "compare": "Compare external KV caches on this machine: answers first, then seconds.",
+    "conformance": "Run the contract's checks on a cache or connector.",
+    "demo": "Show a real vLLM load the keys and values that it computed before a restart.",
 }
-"""Commands of the distribution kvpact-testkit: the package to install, and the summary."""
+"""Summaries of the commands of `KIT`."""
 
 
 class _WithOthersCommands(OneLineErrors):
@@ -84,7 +88,7 @@ class _WithOthersCommands(OneLineErrors):
         if entry is None and name not in OF_THE_KIT:
             return None
         if entry is None:
-            reason = f"is part of the test kit; run pip install '{OF_THE_KIT[name][0]}'"
+            reason = f"is part of the test kit; run pip install '{KIT}'"
         else:
             try:
                 return _command_from(name, entry.load())
@@ -95,7 +99,7 @@ class _WithOthersCommands(OneLineErrors):
             raise ConfigError(f"`kvpact {name}` {reason}")
 
         any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
-        _, summary = OF_THE_KIT.get(name, ("", "Command of another package."))
+        summary = OF_THE_KIT.get(name, "Command of another package.")
         return _command_from(
             name, refuse, help=f"{summary}\n\nNot installed: `kvpact {name}` {reason}", context_settings=any_arguments
         )
@@ -206,12 +210,14 @@ def config(
     memory: MemoryOption = None,
     tier: TierOption = None,
     config: ConfigOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Check the settings and print them as JSON for --kv-transfer-config.
 
     Merges the options with the environment (KVPACT_*) and the file. Standard error names the other options that vLLM
     needs. Tiers whose URLs hold a password are not printed; standard error names the environment variable that passes
-    them to vLLM. With --check, prints findings instead; exit code 1 if something is wrong.
+    them to vLLM. With --check, prints findings instead, as lines or as one JSON document; exit code 1 if something is
+    wrong.
     """
     from kvpact.cli.serve import chosen_settings
     from kvpact.cli.transfer_config import print_configuration
@@ -219,7 +225,7 @@ def config(
     if check:
         from kvpact.cli.check import check_everything
 
-        if not check_everything(chosen_settings(memory, tier), os.environ, config, through, model):
+        if not check_everything(chosen_settings(memory, tier), os.environ, config, through, model, as_json=json):
             raise typer.Exit(1)
         return
     if model:
@@ -273,6 +279,7 @@ def gc(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the records or slabs, and remove none.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking for confirmation.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Remove a namespace from a tier, or the records that no engine will read. Asks for confirmation.
 
@@ -280,6 +287,7 @@ def gc(
     longer ago: of the named namespace, or else records of older formats and private records of engines that were
     killed before they could delete them. Slabs count by their last use; a slab in use by an engine stays.
     """
+    from kvpact.cli.screen import print_json
     from kvpact.cli.stores import collect, parse_place
     from kvpact.units import parse_age
 
@@ -291,18 +299,28 @@ def gc(
     except ValueError as error:
         raise ConfigError(f'--older-than "{older_than}": {error}') from None
 
+    what = "slab" if isinstance(where, Path) else "record"
+
     def counted(count: int) -> str:
-        return f"{count} {'slab' if isinstance(where, Path) else 'record'}{'' if count == 1 else 's'}"
+        return f"{count} {what}{'' if count == 1 else 's'}"
+
+    def show(count: int, done: str) -> None:
+        if json:
+            print_json({"place": str(where), f"{what}s": count, "removed": not dry_run})
+        else:
+            typer.echo(f"{done} {counted(count)}")
 
     if not yes or dry_run:
-        found = counted(collect(where, namespace, seconds, dry_run=True))
+        found = collect(where, namespace, seconds, dry_run=True)
         if dry_run:
-            typer.echo(f"would remove {found}")
+            show(found, "would remove")
             return
         if not sys.stdin.isatty():
-            raise ConfigError(f"would remove {found}; standard input is not a terminal, so pass --yes to confirm")
-        typer.confirm(f"remove {found}?", abort=True)
-    typer.echo(f"removed {counted(collect(where, namespace, seconds, dry_run=False))}")
+            raise ConfigError(
+                f"would remove {counted(found)}; standard input is not a terminal, so pass --yes to confirm"
+            )
+        typer.confirm(f"remove {counted(found)}?", abort=True, err=json)
+    show(collect(where, namespace, seconds, dry_run=False), "removed")
 
 
 @app.command()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from kvpact.border import json_object
 from kvpact.cli.model_bytes import CPU, CPU_BF16, GPU, Build, StateBytes, kv_bytes_per_token, state_bytes
 from kvpact.cli.offloading import offloading_json
-from kvpact.cli.screen import BAD, busy, console
+from kvpact.cli.screen import BAD, busy, console, print_json
 from kvpact.cli.serve import COMMAND_LINE, what_copies
 from kvpact.cli.stores import probe_all
 from kvpact.cli.transfer_config import refuse_secrets_of_the_command_line
@@ -41,16 +41,26 @@ class Finding(NamedTuple):
 
 
 def check_everything(
-    settings: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None, through: str, model: str
+    settings: Mapping[str, object],
+    environ: Mapping[str, str],
+    config_file: Path | None,
+    through: str,
+    model: str,
+    *,
+    as_json: bool = False,
 ) -> bool:
-    """Print a line for each thing that was checked; returns whether all are right."""
+    """Print a line for each thing that was checked, or one JSON document; returns whether all are right."""
     screen = console()
     with busy("checking"):
         findings = [*_findings(settings, environ, config_file, through, model)]
+    right = all(each.is_right for each in findings)
+    if as_json:
+        print_json({"is_right": right, "findings": [each._asdict() for each in findings]})
+        return right
     for each in findings:
         line = f"{'ok' if each.is_right else 'ERROR':<6}{each.subject}: {each.text}"
         screen.print(line, style=None if each.is_right else BAD)
-    return all(each.is_right for each in findings)
+    return right
 
 
 def _findings(
@@ -136,6 +146,7 @@ def _of_states(states: StateBytes, config: KvpactConfig) -> str:
     return (
         f"{states.layers} layers keep a state, {format_size(states.state)} in all, at multiples of {states.unit:,} "
         f"tokens (align unit), where alone a match ends; {format_size(states.token)} of keys and values per token. "
+        f"vLLM keeps states of answers with --prefix-cache-retention-interval {states.unit} alone. "
         f"Sessions of {SESSION_TOKENS:,} tokens with one state each: {room}. For one rank without speculative decoding"
     )
 

@@ -105,6 +105,7 @@ def serve_model(
         connector = ours.to_connector_json(without=ours.secret_keys())
     if "tiers" in ours.secret_keys():
         environment[f"{ENVIRONMENT_PREFIX}TIERS"] = " ".join(tier.url for tier in ours.tiers)
+        environment.pop(f"{ENVIRONMENT_PREFIX}TIERS_FILE", None)
     require_possible(config.memory)
     with suppress(PackageNotFoundError):  # vLLM's own sources have no distribution: checked once it is imported
         vllm_command.installed_release(through)

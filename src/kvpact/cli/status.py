@@ -21,6 +21,7 @@ from kvpact.cache.status_socket import NO_PLACE, answers, places
 from kvpact.cli.screen import console, print_json, table
 from kvpact.errors import DataError, KvpactError, printable, reason_of
 from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, UnmadeCheck, explain_misses, series
+from kvpact.tiers.backends import NEIGHBOURS
 from kvpact.units import format_age
 
 WIDTH: Final = 80
@@ -54,9 +55,8 @@ def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
     else:
         for each in engines:
             _print_lines(f"{each.model}, process {each.pid}" if each.pid else each.model, _lines_of(each))
-            for lease in each.leases if leases else ():
-                held_for = format_age(lease.seconds)
-                console().print(f"{lease.request_id}: {lease.state}, {lease.tokens:,} tokens for {held_for}")
+            for line in _leases_of(each) if leases else ():
+                console().print(line)
     return not any(tier.trouble for each in engines for tier in each.tiers)
 
 
@@ -136,6 +136,8 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
         if source in tiers and series("tier_up", source) not in engine.metrics:
             text += ", not asked yet"
         yield f" from {source}", text + (", DOWN" if tier.trouble else "")
+    if engine.announced_blocks is not None:
+        yield "events", f"on, {engine.announced_blocks:,} blocks announced"
     if engine.count("unproven_copies"):
         counts = {reason: int(engine.metrics.get(series("unmade_checks", reason), 0)) for reason in UNMADE}
         unmade = "; ".join(UNMADE[reason].format(count) for reason, count in counts.items() if count)
@@ -145,6 +147,17 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     yield "prefill time saved", f"{seconds:,.1f} s" if is_known else "unknown until the engine computes a prompt"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})
     yield "to change", engine.to_change()
+
+
+def _leases_of(engine: EngineStatus) -> Iterator[str]:
+    if not engine.leases:
+        yield "no leases"
+    for lease in engine.leases:
+        yield f"{lease.request_id}: {lease.state}, {lease.tokens:,} tokens for {format_age(lease.seconds)}"
+    for name, blocks in engine.blocks_leased_from.items():
+        yield f"neighbour {name}: {blocks:,} blocks leased there"
+    if engine.blocks_leased_from or engine.blocks_leased_to_others:
+        yield f"neighbours: {engine.blocks_leased_to_others:,} blocks leased here"
 
 
 def _print_lines(head: str, lines: Iterator[tuple[str, str]]) -> None:
@@ -216,8 +229,9 @@ def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str
     if record.found is not None:
         found = []
         at = start
-        names = (MEMORY, *(tier.name for tier in engine.tiers))
-        for name, held in zip(names, (record.found.resident, *record.found.by_tier), strict=False):
+        names = (MEMORY, NEIGHBOURS, *(tier.name for tier in engine.tiers))
+        own = record.found.resident - record.found.beside
+        for name, held in zip(names, (own, record.found.resident, *record.found.by_tier), strict=False):
             found += [f"{_blocks(at, held)} in {name}"] if held > at else []
             at = max(at, held)
         yield "found", ", ".join(found) or "no block"
@@ -231,6 +245,8 @@ def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str
         yield "tokens", f"{counts}, {record.loaded_tokens:,} loaded, {record.used_tokens:,} used"
         plans = "its only plan" if record.plans == 1 else f"the last of {record.plans} plans"
         yield "ended", f"{record.ended}: {plans}, for {_blocks(*record.blocks)}"
+    if record.neighbours:
+        yield "loaded from", f"memory of {', '.join(record.neighbours)}"
     yield "saved", f"{record.saved_blocks:,} blocks"
     yield from (("start", note) for note in engine.verdict.notes)
 

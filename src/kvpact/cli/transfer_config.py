@@ -46,5 +46,6 @@ def refuse_secrets_of_the_command_line(config: KvpactConfig, variables: Mapping[
         shown = next(str(tier) for tier in config.tiers if tier.holds_secret)
         raise ConfigError(
             f"--tier {shown} holds a secret, which vLLM's command line and log would show: put the URL into "
-            "KVPACT_TIERS or the file, or the password into a file and its path into the URL's password_file"
+            "KVPACT_TIERS, a file that KVPACT_TIERS_FILE names or the configuration file, or the password into a file "
+            "and its path into the URL's password_file"
         )

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
+from kvpact.index.announced import Prompt, Subscriber
+from kvpact.index.column_file import ColumnFile
 from kvpact.index.key_table import FEW, RowArray, zeros
 from kvpact.index.links import selection
 from kvpact.index.losses import Losses
@@ -24,6 +26,7 @@ from kvpact.index.slot_space import PlainSlots, SlotSpace
 from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table
 from kvpact.index.table import ROOT as ROOT
 from kvpact.index.table import SlotState as SlotState
+from kvpact.index.verification import verify
 
 
 @dataclass(eq=False, slots=True)
@@ -52,27 +55,42 @@ class BlockIndex:
         classes: int = 1,
         chain_class: int = 0,
         bare_ends_first: bool = False,
+        columns: ColumnFile | None = None,
     ) -> None:
         """Hand out only the first `usable_slots` slots, until `use_slots` says otherwise; None: all.
 
         With a `space` its rows are the slots, of so many classes, and the chains' are of `chain_class`.
         `bare_ends_first`: the end of a chain that has lost what was attached to it is evicted before all others.
+        `columns`: a file of this space's size, in which other processes can look up blocks.
         """
         if num_slots < 1:
             raise ValueError(f"an index needs at least 1 slot, not {num_slots}")
         self.space: SlotSpace = space or PlainSlots(num_slots, usable_slots)
         """Free slots."""
         self.num_slots = self.space.num_rows
-        self._table = Table(self.space, classes, chain_class, bare_ends_first)
+        self._table = Table(self.space, classes, chain_class, bare_ends_first, columns)
         self._losses = Losses(self._table)
         self._pins = zeros(self.num_slots + 1, "i4")[1]
         self._pinned = 0
+
+    @property
+    def columns(self) -> ColumnFile | None:
+        """File for look-ups by other processes."""
+        return self._table.columns
+
+    def reset_columns(self) -> None:
+        """Let other processes find nothing in that file any more, and go on in a new one. Raises OSError as `Table`."""
+        self._table.reset()
+
+    def claim_again(self) -> None:
+        """Free slots whose leases by neighbours have ended, of a few runs; for each step's end."""
+        self._table.claim_again()
 
     def check(self) -> None:
         """Verify every invariant in O(n log n); raise PactViolation naming the first that does not hold."""
         if min(self._pins) < 0 or sum(self._pins) != self._pinned:
             raise PactViolation("the block index lost an invariant: the number of pins is wrong")
-        self._table.check(self._pins)
+        verify(self._table, self._pins)
 
     # Lookups
 
@@ -176,13 +194,7 @@ class BlockIndex:
 
         Raises PactViolation if the key is unknown.
         """
-        table = self._table
-        keys: list[BlockKey] = []
-        row = table.root if key == ROOT else self.slot(key)
-        while row != table.root:
-            keys.append(table.keys.key(row))
-            row = table.links.parent[row]
-        return keys[::-1]
+        return [] if key == ROOT else [*map(self._table.keys.key, self._table.links.chain(self.slot(key)))]
 
     def key_at(self, slot: int) -> BlockKey | None:
         """Key of the block in `slot`; None if the slot is free or its block was dropped while in use."""
@@ -227,7 +239,7 @@ class BlockIndex:
     @property
     def waiting_slots(self) -> int:
         """Slots of dropped blocks that a writer or a pin still needs; they become free when it ends. O(n)."""
-        states = self._table.state[: self.usable_slots] if self.space.is_plain else self._table.state
+        states = self._table.state_each[: self.usable_slots if self.space.is_plain else None].tobytes()
         return states.count(CANCELLED) + states.count(DOOMED)
 
     # Filling
@@ -253,8 +265,8 @@ class BlockIndex:
     def reservable(self, parent: BlockKey = ROOT, wanted: int = 0, slot_class: int | None = None) -> int:
         """Number of slots that a reservation after `parent` would get now, exactly: the free and the evictable ones.
 
-        Of the chains' class, or of another one. If more are `wanted` than are free, the space may give the class more
-        memory. Raises PactViolation if `parent` is unknown.
+        Of the chains' class, or of another one; fewer if neighbours lease some. If more are `wanted` than are free, the
+        space may give the class more memory. Raises PactViolation if `parent` is unknown.
         """
         table = self._table
         row = table.root if parent == ROOT else self.slot(parent)
@@ -418,6 +430,36 @@ class BlockIndex:
         if row != NONE and count:
             self._table.outdate_sides(self.slots_to(self._table.links.parent[row], count))
 
+    # Announcing
+
+    def announce_to(self, subscriber: Subscriber) -> None:
+        """See `Announcing`. Without a subscriber the other methods do nothing."""
+        self._table.announce_to(subscriber)
+
+    @property
+    def announced_count(self) -> int:
+        """Blocks that are announced."""
+        return self._table.announced.count if self._table.announced is not None else 0
+
+    def announce(self, keys: Sequence[BlockKey], end: int, prompt: Prompt) -> None:
+        """See `Announcing`: blocks that are held. O(log n), and a step for each run that is announced."""
+        table = self._table
+        held = self.held_prefix(keys, end)
+        if held and table.announced is not None:
+            table.announced.announce(table.keys.find(keys[held - 1]), held - 1, prompt)
+
+    def withdraw(self, keys: Sequence[BlockKey] | None = None) -> None:
+        """See `Announcing`; unknown keys withdraw nothing."""
+        table = self._table
+        if table.announced is not None:
+            rows = None if keys is None else [row for row in map(table.keys.find, keys) if row != NONE]
+            table.announced.withdraw(rows)
+
+    def forget_announced(self) -> None:
+        """See `Announcing`: O(1)."""
+        if self._table.announced is not None:
+            self._table.announced.forget()
+
     # Losing
 
     def drop(self, key: BlockKey) -> list[tuple[BlockKey, int]]:
@@ -431,11 +473,7 @@ class BlockIndex:
 
     def clear(self) -> list[tuple[BlockKey, int]]:
         """Forget every block, as `drop` does for one chain."""
-        table = self._table
-        removed: list[tuple[BlockKey, int]] = []
-        while (first := table.links.first_child[table.root]) != NONE:
-            removed += table.remove(first)
-        return removed
+        return self._table.remove_all()
 
 
 def _unknown(key: BlockKey) -> PactViolation:

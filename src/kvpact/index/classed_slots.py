@@ -72,7 +72,7 @@ class ClassedSlots:
         "_out",
         "_pseudo",
         "_spare",
-        "_stride",
+        "extent_rows",
         "free",
         "is_plain",
         "moved",
@@ -99,17 +99,18 @@ class ClassedSlots:
         self.is_plain = False
         self._num_extents = num_extents
         self.usable = num_extents if usable is None else usable
-        self._stride = max(1, *places)
-        self._pseudo = -(-rows_without_payload // self._stride)
+        self.extent_rows = max(1, *places)
+        self._pseudo = -(-rows_without_payload // self.extent_rows)
         """Extents that each class without payload has, beyond all others."""
-        self.num_rows = (num_extents + self._pseudo * self.places.count(0)) * self._stride
-        self.slot_rows = num_extents * self._stride
+        self.num_rows = (num_extents + self._pseudo * self.places.count(0)) * self.extent_rows
+        self.slot_rows = num_extents * self.extent_rows
+        self._class_of = memoryview(array("h", bytes(2 * (self.num_rows // self.extent_rows))))
         self._reset()
 
     def _reset(self) -> None:
-        count = self.num_rows // self._stride
+        count = self.num_rows // self.extent_rows
         self.free: tuple[list[int], ...] = tuple([] for _ in self.places)
-        self._class_of = array("h", [_NOBODY]) * count
+        self._class_of[:] = array("h", [_NOBODY]) * count
         self._out = array("i", bytes(4 * count))
         """Number of rows of each extent that were taken and not given back."""
         self._extents: tuple[list[int], ...] = tuple([] for _ in self.places)
@@ -137,14 +138,14 @@ class ClassedSlots:
         rows = popped(self.free[slot_class], count)
         out = self._out
         for row in rows:
-            extent = row // self._stride
+            extent = row // self.extent_rows
             self._empty[slot_class] -= not out[extent]
             out[extent] += 1
         return rows
 
     def give_back(self, row: int) -> None:
         """See `SlotSpace`. Raises PactViolation for a row of an extent that has none in use."""
-        extent = row // self._stride
+        extent = row // self.extent_rows
         left = self._out[extent] - 1
         if left < 0:
             raise PactViolation(f"row {row} was given back already, or never taken")
@@ -167,14 +168,19 @@ class ClassedSlots:
 
     def class_of(self, row: int) -> int:
         """Class of the row's extent."""
-        return self._class_of[row // self._stride]
+        return self._class_of[row // self.extent_rows]
 
     def number(self, row: int) -> int:
         """See `SlotSpace`. Of a row without payload: -1."""
-        extent, place = divmod(row, self._stride)
+        extent, place = divmod(row, self.extent_rows)
         if extent >= self._num_extents:
             return -1
         return self._class_of[extent] << CLASS_SHIFT | extent << EXTENT_SHIFT | place
+
+    def move_classes(self, memory: memoryview) -> None:
+        """See `SlotSpace`. A class does not change by it."""
+        memory[:] = self._class_of
+        self._class_of = memory
 
     def extents(self, slot_class: int) -> Sequence[int]:
         """Extents of a class, in the order in which it got them."""
@@ -227,7 +233,7 @@ class ClassedSlots:
         self._reset()
         in_use = {int(row): slot_class for slot_class, rows in used.items() for row in rows}
         for row, slot_class in in_use.items():
-            extent = row // self._stride
+            extent = row // self.extent_rows
             if extent in self._spare:
                 self._spare.remove(extent)
                 self._assign(extent, slot_class)
@@ -240,8 +246,8 @@ class ClassedSlots:
 
     def _rows_of(self, extent: int) -> range:
         """Rows of an extent that a class has."""
-        start = extent * self._stride
-        return range(start, start + (self.places[self._class_of[extent]] or self._stride))
+        start = extent * self.extent_rows
+        return range(start, start + (self.places[self._class_of[extent]] or self.extent_rows))
 
     def _assign(self, extent: int, slot_class: int) -> None:
         self._class_of[extent] = slot_class
@@ -308,8 +314,8 @@ class ClassedSlots:
             rows = self._rows_of(extent)
             if not any(map(blocks.is_needed, rows)):
                 blocks.drop_rows(rows)
-                if self._out[extent]:
-                    raise PactViolation(f"{self._out[extent]} rows of extent {extent} were dropped and are in use")
+                if self._out[extent]:  # neighbours lease some of them
+                    continue
                 self._take_away(extent)
                 self._assign(extent, taker)
                 self.moved += 1
@@ -322,7 +328,7 @@ class ClassedSlots:
         victim = blocks.oldest(giver)
         hand = self._hands[giver] = self._hands[giver] % len(extents)
         self._hands[giver] += CANDIDATES
-        looked_at = dict.fromkeys([] if victim is None else [victim // self._stride])
+        looked_at = dict.fromkeys([] if victim is None else [victim // self.extent_rows])
         looked_at.update(dict.fromkeys((extents[hand:] + extents[:hand])[:CANDIDATES]))
         ages = {extent: _mean_use(self._rows_of(extent), blocks) for extent in looked_at}
         return sorted((extent for extent, use in ages.items() if use < inf), key=ages.__getitem__)

@@ -9,6 +9,7 @@ import mmap
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -46,6 +47,32 @@ def zeros(rows: int, kind: str) -> tuple[NDArray[np.int_], memoryview]:
     return each, memoryview(each.data)
 
 
+def hash_bits(num_rows: int) -> int:
+    """Bits of the hash for a table of so many rows. Raises ValueError for too many."""
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"an index has at most {MAX_ROWS} rows, not {num_rows}")
+    return 1 + max(1, (num_rows - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class KeyColumns:
+    """Memory of a key table: zeros at first."""
+
+    keys: mmap.mmap
+    """Keys of all rows from its start on; it may be longer."""
+    heads: tuple[NDArray[np.int_], memoryview]
+    """First row of each list, plus 1; 0 for none."""
+    next: tuple[NDArray[np.int_], memoryview]
+    """Row after each row in its list, plus 1; 0 for none."""
+
+    @classmethod
+    def private(cls, num_rows: int) -> KeyColumns:
+        """Memory of this process."""
+        heads = 1 << hash_bits(num_rows)
+        keys = mmap.mmap(-1, num_rows * KEY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return cls(keys, zeros(heads, "i4"), zeros(num_rows, "i4"))
+
+
 class KeyTable:
     """Keys of rows. 44 to 52 bytes a row: a key, a link, and a table of two to four entries a row.
 
@@ -60,23 +87,34 @@ class KeyTable:
     lookup compares all of them. Every key has 32 bytes.
     """
 
-    __slots__ = ("_bytes", "_count", "_factor", "_heads", "_heads_each", "_next", "_next_each", "_records",
-                 "_shift", "_words", "_words_each")  # fmt: skip
+    __slots__ = ("_bytes", "_count", "_heads", "_heads_each", "_next", "_next_each", "_records",
+                 "_shift", "_words", "_words_each", "factor")  # fmt: skip
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, columns: KeyColumns | None = None) -> None:
         """Make a table without keys; the last row must never get one. Raises ValueError for too many rows."""
-        if num_rows > MAX_ROWS:
-            raise ValueError(f"an index has at most {MAX_ROWS} rows, not {num_rows}")
-        self._bytes = mmap.mmap(-1, num_rows * KEY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._words: Names = np.frombuffer(self._bytes, np.uint64).reshape(num_rows, _WORDS)
-        self._words_each = memoryview(self._bytes).cast("Q")
-        self._records = np.frombuffer(self._bytes, f"V{KEY_BYTES}")
-        bits = 1 + max(1, (num_rows - 1).bit_length())
-        self._shift = 64 - bits
-        self._factor = secrets.randbits(64) | 1
-        self._heads_each, self._heads = zeros(1 << bits, "i4")  # row + 1; 0 for none
-        self._next_each, self._next = zeros(num_rows, "i4")
+        self._shift = 64 - hash_bits(num_rows)
+        self.factor: Final = secrets.randbits(64) | 1
+        """Secret of the hash."""
         self._count = 0
+        self._use(num_rows, columns or KeyColumns.private(num_rows))
+
+    def _use(self, num_rows: int, columns: KeyColumns) -> None:
+        self._bytes = columns.keys
+        self._words: Names = np.frombuffer(self._bytes, np.uint64, num_rows * _WORDS).reshape(num_rows, _WORDS)
+        self._words_each = memoryview(self._bytes)[: num_rows * KEY_BYTES].cast("Q")
+        self._records = np.frombuffer(self._bytes, f"V{KEY_BYTES}", num_rows)
+        self._heads_each, self._heads = columns.heads
+        self._next_each, self._next = columns.next
+
+    def move(self, columns: KeyColumns) -> None:
+        """Copy the table to other memory, and use that from now on."""
+        words = self._words
+        heads = self._heads_each
+        following = self._next_each
+        self._use(len(words), columns)
+        self._words[:] = words
+        self._heads_each[:] = heads
+        self._next_each[:] = following
 
     def __len__(self) -> int:
         """Rows that have a key."""
@@ -89,7 +127,7 @@ class KeyTable:
         if not key:
             return NONE
         first, last = _ENDS(key)
-        row: int = self._heads[((first ^ last) * self._factor & _WHOLE) >> self._shift] - 1
+        row: int = self._heads[((first ^ last) * self.factor & _WHOLE) >> self._shift] - 1
         stored = self._bytes
         following = self._next
         while row >= 0:
@@ -109,7 +147,7 @@ class KeyTable:
         at = row * KEY_BYTES
         self._bytes[at : at + KEY_BYTES] = key
         first, last = _ENDS(key)
-        bucket = ((first ^ last) * self._factor & _WHOLE) >> self._shift
+        bucket = ((first ^ last) * self.factor & _WHOLE) >> self._shift
         self._next[row] = self._heads[bucket]
         self._heads[bucket] = row + 1
         self._count += 1
@@ -133,7 +171,7 @@ class KeyTable:
     def _bucket(self, row: int) -> int:
         at = row * _WORDS
         words = self._words_each
-        return ((words[at] ^ words[at + _WORDS - 1]) * self._factor & _WHOLE) >> self._shift
+        return ((words[at] ^ words[at + _WORDS - 1]) * self.factor & _WHOLE) >> self._shift
 
     # Many keys
 
@@ -161,7 +199,7 @@ class KeyTable:
 
     def _buckets(self, names: Names) -> RowArray:
         buckets = names[:, 0] ^ names[:, -1]
-        buckets *= np.uint64(self._factor)
+        buckets *= np.uint64(self.factor)
         buckets >>= np.uint64(self._shift)
         return buckets.view(np.int64)
 

@@ -127,6 +127,14 @@ class Links:
             return following == NONE
         return False
 
+    def chain(self, row: int) -> list[int]:
+        """Rows of the chain up to `row`, the first one first."""
+        rows: list[int] = []
+        while row != self.root:
+            rows.append(row)
+            row = self.parent[row]
+        return rows[::-1]
+
     def subtree(self, top: int) -> list[int]:
         """Rows of the tree below `top`, with it: parents before children, attached rows too."""
         order = [top]

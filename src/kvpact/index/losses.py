@@ -88,7 +88,11 @@ class Losses:
         self._lost = 0
         if slots <= free:
             return evicted
-        return evicted + self._evict(slot_class, min(slots + min(free, self._kept(slot_class)), free + evictable))
+        evicted += self._evict(slot_class, min(slots + min(free, self._kept(slot_class)), free + evictable))
+        if slots > len(self._table.space.free[slot_class]):  # neighbours lease what was evicted
+            self._lost = evicted
+            return None
+        return evicted
 
     def evict_ahead(self, most: int) -> int:
         """Evict before room is needed, at most `most` blocks of each class; returns how many blocks went.
@@ -117,27 +121,35 @@ class Losses:
 
     def _evict(self, slot_class: int, wanted: int) -> int:
         """Free leaves of a class that nothing holds, with their side rows, as the policy takes them, until `wanted` of
-        its slots are free; returns how many blocks went. There must be enough of them.
+        its slots are free; returns how many blocks went. There must be enough of them, as far as neighbours
+        lease none.
 
         The keys of neighbours in the list of free slots are taken away together.
         """
         table = self._table
         free = self._table.space.free[slot_class]
         keys = table.keys
+        announced = table.announced
         known = len(table.keys)
         first = len(free)
         while len(free) < wanted:
             rows = table.policy.take(table, slot_class, wanted - len(free))
             if rows is None:
                 evictable = table.evictable[slot_class]
+                if not evictable:  # neighbours lease the others
+                    break
                 raise PactViolation(f"{evictable} blocks count as evictable, but the policy has none to evict")
             if table.links.first_side[rows[-1]] == NONE:
                 table.free_end(rows, slot_class)
                 continue
             if len(free) > first:
+                if announced is not None:
+                    announced.leave(free[first:])
                 keys.remove_each(free[first:])
             table.remove(rows[0])
             first = len(free)
+        if announced is not None:
+            announced.leave(free[first:])
         keys.remove_each(free[first:])
         return known - len(keys)
 

@@ -139,12 +139,15 @@ class LeastRecentlyUsed:
 
     def offered(self, row: int, slot_class: int) -> None:
         """See `EvictionPolicy`. O(log n); nothing happens if it is queued already."""
+        mark = slot_class + 1
         if not self._used[row]:
-            if self._is_outdated[row] != slot_class + 1:
-                self._is_outdated[row] = slot_class + 1
+            if self._is_outdated[row] != mark:
+                self._is_outdated[row] = mark
                 heapq.heappush(self._outdated[slot_class], row)
-        elif self._queued[row] != slot_class + 1:
-            self._queued[row] = slot_class + 1
+            if self._queued[row] != mark:
+                self._queued[row] = 0  # by a class that the row has left
+        elif self._queued[row] != mark:
+            self._queued[row] = mark
             self._queues[slot_class].add(self._used[row], row)
 
     def next(self, rows: Rows, slot_class: int) -> int | None:

@@ -119,7 +119,7 @@ class Restoring:
         if table.state[row] == HELD:
             if table.holds[row]:
                 return False
-            rows, before = table.hide(row)
+            rows, before = self._hide(row)
             self._waiting = [*self._waiting, (rows[1:], before[1:])]
         else:
             self._waiting = [(some[some != row], names[some != row]) for some, names in self._waiting]
@@ -153,10 +153,30 @@ class Restoring:
             jump[going] = jump[jump[going]]  # twice as far with each turn
         whole = jump == _REACHED
         if whole.all():
-            self._table.show(slots, before)
+            self._show(slots, before)
             return []
-        self._table.show(slots[whole], before[whole])
+        self._show(slots[whole], before[whole])
         return [(slots[~whole], parents[~whole])]
+
+    def _show(self, rows: RowArray, before: RowArray) -> None:
+        """Hold the blocks of hidden keys after those before them, which are held or among them; nothing holds them."""
+        if not len(rows):
+            return
+        self._table.keys.show(rows)
+        self._table.count_stored(rows, HELD, len(rows))
+        self._table.links.add_stored(rows, before)
+
+    def _hide(self, top: int) -> tuple[RowArray, Names]:
+        """Undo `_show` for `top` and all after it: their rows, `top` first, and the keys of the blocks before them."""
+        table = self._table
+        rows = np.array(table.links.subtree(top), np.int64)
+        before = table.keys.names_at(table.links.parent_each[rows].astype(np.int64))
+        table.links.cut(top)
+        table.count_stored(rows, FREE, -len(rows))
+        if table.announced is not None:
+            table.announced.leave(rows)
+        table.keys.hide(rows)
+        return rows, before
 
     def _rows_before(self, slots: RowArray, parents: Names) -> RowArray:
         """Row of each parent, the root's for none; NONE if it is unknown. Most are the neighbour."""

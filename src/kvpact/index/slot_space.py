@@ -44,7 +44,10 @@ class Blocks(Protocol):
         """
 
     def drop_rows(self, rows: Sequence[int]) -> None:
-        """Forget the blocks in these rows, and all after them, and give the rows back before returning."""
+        """Forget the blocks in these rows, and all after them, and give the rows back before returning.
+
+        Rows that neighbours lease are given back later.
+        """
 
 
 class SlotSpace(Protocol):
@@ -56,6 +59,8 @@ class SlotSpace(Protocol):
     """Number of rows that are slots; those without payload come after them."""
     usable: int
     """Extents, from number 0 on, that are handed out. For reading only."""
+    extent_rows: int
+    """Rows of an extent; 0 if each row is a slot's number."""
     is_plain: bool
     """True if every row is a slot, so that a withdrawn one is nobody's."""
 
@@ -77,6 +82,9 @@ class SlotSpace(Protocol):
 
     def number(self, row: int) -> int:
         """Number of the slot for those who copy; see `kvpact.memory.arena.SlotClass`."""
+
+    def move_classes(self, memory: memoryview) -> None:
+        """Keep the class of each extent in this memory, numbers of 2 bytes, from now on."""
 
     def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
         """Hand out the first `usable` extents, never fewer than before. `in_use(row)`: it was taken, not given back."""
@@ -100,12 +108,16 @@ class PlainSlots:
     With `names` a second class of so many rows that take no memory, after all slots: names of a chain.
     """
 
-    __slots__ = ("_names", "_num_slots", "_stack", "free", "is_plain", "num_rows", "parked", "slot_rows", "usable")
+    __slots__ = (
+        "_names", "_num_slots", "_stack", "extent_rows", "free", "is_plain", "num_rows", "parked", "slot_rows",
+        "usable",
+    )  # fmt: skip
 
     def __init__(self, num_slots: int, usable: int | None = None, names: int = 0) -> None:
         """Hand out only the first `usable` slots, until `use` says otherwise; None: all."""
         self._num_slots = self.slot_rows = num_slots
         self.num_rows = num_slots + names
+        self.extent_rows = 0
         self.is_plain = not names
         self.usable = num_slots if usable is None else usable
         self._stack = _without(range(self.usable), ())  # the first reservations get neighbouring slots
@@ -139,6 +151,9 @@ class PlainSlots:
     def number(self, row: int) -> int:
         """See `SlotSpace`. Of a name: -1."""
         return row if row < self._num_slots else -1
+
+    def move_classes(self, memory: memoryview) -> None:
+        """See `SlotSpace`. There are no extents."""
 
     def use(self, usable: int, in_use: Callable[[int], bool]) -> None:
         """See `SlotSpace`. The new ones are handed out after all others."""

@@ -15,12 +15,15 @@ import numpy as np
 
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
-from kvpact.index.key_table import FEW, KeyTable, Names, RowArray, zeros
+from kvpact.index.announced import Announced, Subscriber
+from kvpact.index.claims import Claims
+from kvpact.index.column_file import ColumnFile
+from kvpact.index.key_table import FEW, KeyTable, RowArray, zeros
 from kvpact.index.key_table import NONE as NONE
-from kvpact.index.links import Links, require, require_none, selection
+from kvpact.index.links import Links, selection
 from kvpact.index.lru import LeastRecentlyUsed
 from kvpact.index.policy import EvictionPolicy
-from kvpact.index.slot_space import PlainSlots, SlotSpace
+from kvpact.index.slot_space import SlotSpace
 
 ROOT: Final[BlockKey] = b""
 """Parent of a chain's first block."""
@@ -59,12 +62,22 @@ class Table:
     """
 
     __slots__ = (
-        "bare_ends_first", "chain_class", "evictable", "held", "holds", "holds_each", "keys", "links", "policy", "root",
-        "space", "state", "state_each",
+        "announced", "bare_ends_first", "chain_class", "columns", "evictable", "held", "holds", "holds_each",
+        "keys", "links", "policy", "root", "space", "state", "state_each",
     )  # fmt: skip
 
-    def __init__(self, space: SlotSpace, classes: int, chain_class: int, bare_ends_first: bool = False) -> None:
-        """Make rows of so many classes, those of chains of `chain_class`."""
+    def __init__(
+        self,
+        space: SlotSpace,
+        classes: int,
+        chain_class: int,
+        bare_ends_first: bool = False,
+        columns: ColumnFile | None = None,
+    ) -> None:
+        """Make rows of so many classes, those of chains of `chain_class`.
+
+        Keys, states and the classes of extents lie in `columns`, if given, where other processes can read them.
+        """
         self.bare_ends_first = bare_ends_first
         """True if the end of a chain goes first once nothing is attached to it."""
         self.space = space
@@ -74,16 +87,42 @@ class Table:
         self.evictable = [0] * classes
         """Per class, blocks that nothing holds."""
         rows = self.root + 1
-        self.keys = KeyTable(rows)
+        self.keys = KeyTable(rows, columns.keys if columns else None)
         self.links = Links(self.root)
-        self.state = bytearray(rows)
-        self.state_each = np.frombuffer(self.state, np.uint8)
+        self.state_each, self.state = columns.state if columns else zeros(rows, "u1")
         self.state[self.root] = HELD
         self.holds_each, self.holds = zeros(rows, "i4")
         self.holds[self.root] = 1
         self.held = 0
         """Blocks in the state HELD."""
         self.policy: EvictionPolicy = LeastRecentlyUsed(rows, classes)
+        self.announced: Announced | None = None
+        """The rows that others were told of; None: none ever is. Rows that lose their keys leave it."""
+        self.columns = columns
+        """File with the keys, states and classes; None: they lie in memory of this process."""
+        if columns:
+            space.move_classes(columns.classes)
+            columns.publish(self.keys.factor)
+
+    def announce_to(self, subscriber: Subscriber) -> None:
+        """Tell `subscriber` of announced rows that lose their keys, from now on."""
+        self.announced = Announced(self.links, subscriber)
+
+    def reset(self) -> None:
+        """Refuse the file to others, which find no block there any more, and go on in a new one; the old one is closed
+        once nothing refers to it. Raises OSError, and changes nothing then."""
+        old = self.columns
+        if old is None:
+            return
+        self.columns = columns = ColumnFile(self.space, old.claims)
+        old.refuse()
+        states = self.state_each
+        self.state_each, self.state = columns.state
+        self.state_each[:] = states
+        states[:] = FREE
+        self.keys.move(columns.keys)
+        self.space.move_classes(columns.classes)
+        columns.publish(self.keys.factor)
 
     # States and holds
 
@@ -152,7 +191,7 @@ class Table:
         others = np.flatnonzero(self.holds_each[first : row + 1] != 1)
         if len(others):
             first += int(others[-1]) + 1
-        return first if self.state.find(DOOMED, first, row + 1) < 0 else row
+        return row if DOOMED in self.state_each[first : row + 1].tobytes() else first
 
     def reserve_sides(self, keys: Sequence[BlockKey], parents: Sequence[int], rows: Sequence[int]) -> None:
         """Enter side blocks, each attached to one of `parents`, into the unused `rows`, which have a writer now."""
@@ -179,7 +218,25 @@ class Table:
 
     def _set_free(self, row: int) -> None:
         self.state[row] = FREE
-        self.space.give_back(row)
+        if self.columns is None or self.columns.claims is None:
+            self.space.give_back(row)
+        else:
+            self._claim(self.columns.claims, range(row, row + 1))
+
+    def _claim(self, claims: Claims, rows: range) -> None:
+        """Free those of these rows that no neighbour leases; the others are DOOMED until then."""
+        self.state_each[rows.start : rows.stop] = DOOMED
+        self._free_each(claims.granted(rows))
+
+    def _free_each(self, runs: Sequence[range]) -> None:
+        for rows in runs:
+            self.state_each[rows.start : rows.stop] = FREE
+            self.space.give_back_each(rows[::-1])
+
+    def claim_again(self) -> None:
+        """Free rows whose leases have ended since they left the table: of `claims.RETRIED_RUNS` runs."""
+        if self.columns is not None and self.columns.claims is not None:
+            self._free_each(self.columns.claims.retried())
 
     def evictable_leaf(self, row: int) -> bool:
         """True for a held block without holds and without a next block."""
@@ -259,6 +316,8 @@ class Table:
         at = np.array(order, np.int64)
         lost_sides = bool(self.links.is_side_each[at].any())
         removed = list(zip(self.keys.keys(at), order, strict=True))
+        if self.announced is not None:
+            self.announced.leave(at)
         self.keys.remove_each(at)
         for row in order:
             state = self.state[row]
@@ -276,13 +335,23 @@ class Table:
             self._outdate_end(self.links.parent[top])
         return removed
 
+    def remove_all(self) -> list[tuple[BlockKey, int]]:
+        """Drop every block, as `remove` does for one chain."""
+        removed: list[tuple[BlockKey, int]] = []
+        while (first := self.links.first_child[self.root]) != NONE:
+            removed += self.remove(first)
+        return removed
+
     def doom(self, row: int) -> None:
         """End the writer of a dropped block; its row is free as soon as nothing else needs it."""
         self.state[row] = DOOMED
         self.release(row)
 
     def free_end(self, rows: range, slot_class: int) -> None:
-        """Free the end of a chain, neighbours that nothing holds; their keys are still there."""
+        """Free the end of a chain, neighbours that nothing holds; the keys of those that become free are still there.
+
+        Rows that a neighbour leases become free later.
+        """
         if len(rows) > 1:
             self.state_each[rows.start : rows.stop] = FREE
         else:
@@ -290,7 +359,15 @@ class Table:
         self._leave(rows)
         self.held -= len(rows)
         self.evictable[slot_class] -= len(rows)
-        self.space.give_back_each(rows[::-1])
+        if self.columns is None or self.columns.claims is None:
+            self.space.give_back_each(rows[::-1])
+        else:
+            self._claim(self.columns.claims, rows)
+            waiting = np.flatnonzero(self.state_each[rows.start : rows.stop] == DOOMED) + rows.start
+            if len(waiting):
+                if self.announced is not None:
+                    self.announced.leave(waiting)
+                self.keys.remove_each(waiting)
         if self.links.is_side[rows[0]]:
             self._outdate_end(self.links.parent[rows[0]])
 
@@ -320,76 +397,8 @@ class Table:
 
     # Rows that come from a table of stored blocks: only chains, and nothing holds them
 
-    def show(self, rows: RowArray, before: RowArray) -> None:
-        """Hold the blocks of hidden keys after those before them, which are held or among them."""
-        if not len(rows):
-            return
-        self.keys.show(rows)
-        self._count_stored(rows, HELD, len(rows))
-        self.links.add_stored(rows, before)
-
-    def hide(self, top: int) -> tuple[RowArray, Names]:
-        """Undo `show` for `top` and all after it: their rows, `top` first, and the keys of the blocks before them."""
-        rows = np.array(self.links.subtree(top), np.int64)
-        before = self.keys.names_at(self.links.parent_each[rows].astype(np.int64))
-        self.links.cut(top)
-        self._count_stored(rows, FREE, -len(rows))
-        self.keys.hide(rows)
-        return rows, before
-
-    def _count_stored(self, rows: RowArray, state: int, held: int) -> None:
+    def count_stored(self, rows: RowArray, state: int, held: int) -> None:
+        """Set the state of these rows, and count `held` more of them as held."""
         self.state_each[rows] = state
         self.held += held
         self.evictable[self.chain_class] += held
-
-    # Checking
-
-    def check(self, pins: Sequence[int]) -> None:
-        """Verify every invariant in O(n log n); `pins` are those on each row. Raises PactViolation."""
-        rows = np.arange(self.root)
-        parent = self.links.parent_each[: self.root]
-        above = self.state_each[parent]
-        state = self.state_each[: self.root]
-        known = (state >= RESERVED) & (state <= HELD)
-        dropped = state >= CANCELLED
-        leads = above == HELD
-        waits = above >= CANCELLED
-        self.space.check()
-        free = np.zeros(self.root, bool)
-        for some in (*self.space.free, self.space.parked if isinstance(self.space, PlainSlots) else ()):
-            free[np.array(some, np.int64)] = True
-        plain = self.space.is_plain
-        usable = rows < (self.space.usable if plain else self.root)
-        accounted = known | free | dropped & usable
-        require(bool((state <= DOOMED).all()), "a slot is in no state")
-        require(int(known.sum()) == len(self.keys), "two keys share a slot")
-        require(not (free & (known | dropped & usable)).any(), "the slots do not add up")
-        require(not plain or bool((accounted == usable).all()), "a slot is neither known, free nor waiting")
-        require(not (free & (state != FREE)).any(), "a slot in the free list is in use")
-        numbers = rows[known]
-        require(sorted(self.keys.lists()) == numbers.tolist(), "not exactly the known blocks are in the table of keys")
-        found = self.keys.find_each(self.keys.names_at(numbers))
-        require(bool((found == numbers).all()), "keys and slots disagree")
-        self.links.check(known, dropped)
-        holds = np.array(pins) + np.isin(self.state_each, (RESERVED, SAVED, CANCELLED))
-        needed = {self.root}
-        for holder in np.flatnonzero((known | dropped) & (holds[: self.root] > 0)).tolist():
-            row = holder
-            while row not in needed:
-                needed.add(row)
-                row = self.links.parent[row]
-        np.add.at(holds, self.links.parent_each[[*needed - {self.root}]], 1)
-        holds[self.root] += 1
-        counted = np.append(known | free | dropped, True)
-        for row in np.flatnonzero(counted & (self.holds_each != holds)).tolist():
-            require(False, f"slot {row} counts {self.holds[row]} holds and has {holds[row]}")
-        require_none(known & ((above < RESERVED) | waits), "slot {row} has lost its parent")
-        require_none(known & (state == HELD) & ~leads, "slot {row} is held without its parent")
-        require_none(known & (state == SAVED) & leads, "slot {row} waits for a held parent")
-        unheld = rows[known & (holds[: self.root] == 0)].tolist()
-        self.policy.check([*filter(self.evictable_leaf, unheld)])
-        require(bool(holds[: self.root][dropped].all()), "a dropped slot that nothing needs is not free")
-        require(self.held == int((state == HELD).sum()), "the number of held blocks is wrong")
-        unheld_classes = [*map(self.space.class_of, unheld)]
-        evictable = [*map(unheld_classes.count, range(len(self.evictable)))]
-        require(self.evictable == evictable, f"evictable blocks by class: {self.evictable}, not {evictable}")

@@ -4,9 +4,10 @@ Owns kvpact's own form, and those in which such a lifecycle was first proposed f
 
 - `prepare_external_match`, `commit_external_match` and `abort_external_match`: `SupportsExternalMatch`. A commit that
   takes (request, blocks, match) has no number, and is called only if all promised tokens are taken.
-- The opaque query result: `get_num_new_matched_tokens` returns it as a third value, and
+- The opaque query result: `get_num_new_matched_tokens` returns it as a third value, or in an `ExternalKVMatch`, and
   `update_state_after_alloc(request, blocks, num_external_tokens, query_result)` gets it back, with 0 tokens if the
-  match is not taken. A request without a match gets None.
+  match is not taken. A request without a match gets None. `(request, blocks, query_result)` has no number, and is
+  called for all promised tokens, or without blocks. A last argument `match` gets the `ExternalKVMatch` itself.
 - The tuple API and `abort_external_match(request, reason)`, or without the reason.
 - The tuple API with a documented contract, `releases_unused_matches = True`: such a match ends by
   `update_state_after_alloc(request, blocks, 0)` without blocks.
@@ -20,8 +21,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import Signature, signature
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from inspect import Parameter, Signature, signature
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from kvpact.contract import ExternalKVMatch, ExternalMatchExit
 from kvpact.errors import ConfigError
@@ -85,9 +86,17 @@ ABORTS: tuple[Arguments, ...] = (
     ("request", "reason"),
     ("request",),
 )
-UPDATES: tuple[Arguments, ...] = ("request", "blocks", "num_tokens", "match"), ("request", "blocks", "num_tokens")
+UPDATES: tuple[Arguments, ...] = (
+    ("request", "blocks", "num_tokens", "match"),
+    ("request", "blocks", "num_tokens"),
+    ("request", "blocks", "match"),
+)
 POSTPONES: tuple[Arguments, ...] = ("request", "match", "reason"), ("request", "reason")
 CONFIRMS: tuple[Arguments, ...] = (("request", "match", "num_tokens"),)
+
+MATCH_NAMES: Final = ("match", "external_match")
+PLAN_NAMES: Final = ("query_result", "result", "plan")
+"""Names of an argument that gets a match, or its `query_result` alone."""
 
 
 def _does_nothing(*values: Any) -> None:
@@ -101,36 +110,44 @@ class Call:
     method: Callable[..., Any] = _does_nothing
     arguments: Arguments = ()
     """Values of the pact that the connector gets."""
+    gets_match: bool = False
+    """True if the connector's argument is by its name or type the match, not its `query_result`."""
 
     @classmethod
     def of(cls, connector: object, name: str, forms: Sequence[Arguments]) -> Call:
         """Method of this name, in the first of these forms in which it can be called.
 
-        Among forms with equally many arguments the method's own names decide; a method with any arguments gets the
-        first. Raises ConfigError for a readable signature that fits none.
+        Among forms with equally many arguments the name or type of the last one decides; a method with any arguments
+        gets the first. Raises ConfigError for a readable signature that fits none.
         """
         method = getattr(connector, name, None)
         if method is None:
             return cls()
-        chosen = cls._chosen(type(connector).__name__, name, method, forms)
         values = max(forms, key=len)
-        if chosen == values:
-            return cls(method, chosen)
-        places = [values.index(name) for name in chosen]
-        return cls(lambda *given: method(*[given[place] for place in places]), chosen)
-
-    @staticmethod
-    def _chosen(owner: str, name: str, method: Callable[..., Any], forms: Sequence[Arguments]) -> Arguments:
         try:
             signed = signature(method)
         except (ValueError, TypeError):
-            return forms[0]
-        fitting = [form for form in forms if _fits(signed, form)]
-        if not fitting:
-            wanted = " or ".join(f"({', '.join(form)})" for form in forms)
-            raise ConfigError(f"{owner}.{name}{signed} is not called with that; it takes {wanted}")
-        alike = [form for form in fitting if len(form) == len(fitting[0])]
-        return next((form for form in alike if form[-1] in signed.parameters), alike[0])
+            chosen = forms[0]
+            gets_match = False
+        else:
+            chosen = _chosen(f"{type(connector).__name__}.{name}", signed, forms)
+            gets_match = any(_is_match(each) for each in signed.parameters.values())
+        if chosen == values:
+            return cls(method, chosen, gets_match)
+        places = [values.index(name) for name in chosen]
+        return cls(lambda *given: method(*[given[place] for place in places]), chosen, gets_match)
+
+
+def _chosen(method: str, signed: Signature, forms: Sequence[Arguments]) -> Arguments:
+    named = [each.name for each in signed.parameters.values() if each.kind is Parameter.KEYWORD_ONLY]
+    fitting = [form for form in forms if _fits(signed, form)]
+    if not fitting or not {*MATCH_NAMES, *PLAN_NAMES}.isdisjoint(named):
+        wanted = " or ".join(f"({', '.join(form)})" for form in forms)
+        raise ConfigError(f"{method}{signed} is not called with that; it takes {wanted}")
+    alike = [form for form in fitting if len(form) == len(fitting[0])]
+    parameters = [*signed.parameters.values()]
+    last = parameters[len(alike[0]) - 1 : len(alike[0])]
+    return next((form for form in alike if last and _is_named(last[0], form[-1])), alike[0])
 
 
 def _fits(signed: Signature, arguments: Arguments) -> bool:
@@ -138,6 +155,39 @@ def _fits(signed: Signature, arguments: Arguments) -> bool:
         return bool(signed.bind(*arguments))
     except TypeError:
         return False
+
+
+def _is_named(parameter: Parameter, value: str) -> bool:
+    if value == "match" and (parameter.name in PLAN_NAMES or _is_match(parameter)):
+        return True
+    return parameter.name == value
+
+
+def _is_match(parameter: Parameter) -> bool:
+    return parameter.name in MATCH_NAMES or ExternalKVMatch.__name__ in str(parameter.annotation)
+
+
+class _UnpackedMatch(ExternalKVMatch):
+    """Match of a connector that answered with a tuple, and has not seen this object."""
+
+
+NO_MATCH: Final[ExternalKVMatch] = _UnpackedMatch(0)
+
+
+def plan_of(match: ExternalKVMatch) -> object:
+    """Record of a match by its connector: its `query_result`, or an object without that field itself."""
+    return getattr(match, "query_result", match)
+
+
+def match_in(answer: Any) -> ExternalKVMatch | None:
+    """Match in a connector's answer, a tuple or an object; None if it wants time. The values may be anything."""
+    if isinstance(answer, tuple | list):
+        num_tokens, load_kv_async, *plan = answer
+        return None if num_tokens is None else _UnpackedMatch(num_tokens, load_kv_async, *plan)
+    if answer is None or answer.num_tokens is None:
+        return None
+    match: ExternalKVMatch = answer
+    return match
 
 
 class MatchForm(ABC):
@@ -172,19 +222,19 @@ class MatchForm(ABC):
         """True if the connector gets a call at the match's end."""
         return True
 
-    def known_as(self, match: ExternalKVMatch) -> object:
-        """Object that the connector's hooks get as the match."""
+    def known_as(self, match: ExternalKVMatch, call: Call) -> object:
+        """Object that the connector gets as the match."""
         return match
 
     def postpone(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """Call the connector's `postpone_external_match`, if it has one."""
-        self._postpone.method(request, self.known_as(match), reason)
+        self._postpone.method(request, self.known_as(match, self._postpone), reason)
 
     def confirm(self, request: Any, match: ExternalKVMatch, num_tokens: int) -> Any:
         """See `ConfirmsExternalMatch`; None accepts all."""
         if self.whole_only and num_tokens < match.num_tokens:
             return 0
-        return self._confirm.method(request, self.known_as(match), num_tokens)
+        return self._confirm.method(request, self.known_as(match, self._confirm), num_tokens)
 
 
 class PactForm(MatchForm):
@@ -201,8 +251,7 @@ class PactForm(MatchForm):
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
         """Call `prepare_external_match`."""
-        match: ExternalKVMatch | None = self._prepare(request, num_computed_tokens)
-        return match
+        return match_in(self._prepare(request, num_computed_tokens))
 
     def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
         """Call `commit_external_match`, in the form that the connector takes."""
@@ -226,13 +275,14 @@ class TupleForm(MatchForm):
         self._ask = connector.get_num_new_matched_tokens
         self._no_blocks = no_blocks
         self._update = Call.of(connector, "update_state_after_alloc", UPDATES)
-        self._update_without_result = Call.of(connector, "update_state_after_alloc", UPDATES[::-1])
+        self._update_without_result = Call.of(connector, "update_state_after_alloc", UPDATES[1:] + UPDATES[:1])
+        self.whole_only = "num_tokens" not in self._update.arguments
         self._abort = Call.of(connector, ABORT, (ABORTS[0], ABORTS[2], ABORTS[1], ABORTS[3]))
         self._releases_unused = bool(getattr(connector, "releases_unused_matches", False))
 
-    def known_as(self, match: ExternalKVMatch) -> object:
-        """See `MatchForm`: the query result, which the connector knows."""
-        return match.query_result
+    def known_as(self, match: ExternalKVMatch, call: Call) -> object:
+        """Match, or its query result if the connector answered with a tuple or the call's argument is no match."""
+        return match if call.gets_match and not isinstance(match, _UnpackedMatch) else plan_of(match)
 
     @property
     def speaks_the_pact(self) -> bool:
@@ -240,17 +290,20 @@ class TupleForm(MatchForm):
         return self._releases_unused or bool(self._abort.arguments) or "match" in self._update.arguments
 
     def prepare(self, request: Any, num_computed_tokens: int) -> ExternalKVMatch | None:
-        """Call `get_num_new_matched_tokens`, and make a match of its tuple."""
-        num_tokens, load_kv_async, *result = self._ask(request, num_computed_tokens)
-        return None if num_tokens is None else ExternalKVMatch(num_tokens, load_kv_async, *result)
+        """Call `get_num_new_matched_tokens`. Raises ValueError for a match of which the commit could say nothing."""
+        match = match_in(self._ask(request, num_computed_tokens))
+        if self.whole_only and match is not None and match.num_tokens and self.known_as(match, self._update) is None:
+            raise ValueError("its match has no query_result, and update_state_after_alloc takes nothing else")
+        return match
 
     def must_end(self, match: ExternalKVMatch) -> bool:
         """See `MatchForm`: of a connector that takes any arguments, those with a query result."""
-        return match.query_result is not None or self._releases_unused or bool(self._abort.arguments)
+        known = self.known_as(match, self._update)
+        return known is not None or self._releases_unused or bool(self._abort.arguments) or self.whole_only
 
     def commit(self, request: Any, match: ExternalKVMatch, num_tokens: int, blocks: Any) -> Any:
         """Call `update_state_after_alloc` with the query result, if there is one."""
-        result = match.query_result
+        result = self.known_as(match, self._update)
         if result is None:
             return self.admit(request, blocks, num_tokens)
         return self._update.method(request, blocks, num_tokens, result)
@@ -258,7 +311,7 @@ class TupleForm(MatchForm):
     def abort(self, request: Any, match: ExternalKVMatch, reason: ExternalMatchExit) -> None:
         """Call the hook, or else commit no tokens, if the connector is to hear of it."""
         if self._abort.arguments:
-            self._abort.method(request, self.known_as(match), reason)
+            self._abort.method(request, self.known_as(match, self._abort), reason)
         elif self.must_end(match):
             self.commit(request, match, 0, self._no_blocks)
 
@@ -280,4 +333,11 @@ def form_of(connector: Any, no_blocks: object) -> MatchForm | None:
             f"{type(connector).__name__} prepares or commits matches, but has no {' and no '.join(missing)}"
         )
     form = TupleForm(connector, no_blocks)
-    return form if form.speaks_the_pact else None
+    if form.speaks_the_pact:
+        return form
+    if ExternalKVMatch.__name__ in str(getattr(connector.get_num_new_matched_tokens, "__annotations__", {})):
+        raise ConfigError(
+            f"{form.name}.get_num_new_matched_tokens returns an ExternalKVMatch that nothing ends: name the last "
+            f"argument of update_state_after_alloc query_result or match, or add {ABORT}(request, match, reason)"
+        )
+    return None

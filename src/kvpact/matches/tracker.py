@@ -12,14 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Final
+from typing import Any
 
 from kvpact.contract import DROPPED, POSTPONED_STEPS, ExternalKVMatch, ExternalMatchExit
-from kvpact.matches.forms import MatchForm
+from kvpact.matches.forms import NO_MATCH, MatchForm, plan_of
 
 logger = logging.getLogger(__name__)
-
-NO_MATCH: Final = ExternalKVMatch(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,22 +104,25 @@ class MatchTracker:
             elif not self._form.asks_every_step:
                 return self._offer(found)
         self.lookups += 1
+        match = NO_MATCH
+        plan = None
         try:
-            match = self._form.prepare(request, num_computed_tokens)
-            if match is None:
+            answer = self._form.prepare(request, num_computed_tokens)
+            if answer is None:
                 if found is not None:
                     found.suspended = self._step
                 return None, False
-            room = num_tokens - num_computed_tokens - (not match.load_kv_async)  # P6
-            offered = min(index(match.num_tokens), room)
-            plan = getattr(match, "query_result", match)
+            match = answer
+            plan = plan_of(match)
+            promised = index(match.num_tokens)
+            if promised < 0:
+                raise ValueError(f"a match of {promised} tokens")
+            offered = min(promised, num_tokens - num_computed_tokens - (not match.load_kv_async))  # P6
         except Exception as error:
             self._log(self._form.prepare, error)
-            match = NO_MATCH
-            offered = 0
-            plan = None
-        if match.num_tokens > 0 and not self._form.must_end(match):
-            return match.num_tokens, match.load_kv_async
+            return self._withdraw(request, match, plan, (num_computed_tokens, num_tokens))
+        if promised > 0 and not self._form.must_end(match):
+            return promised, match.load_kv_async
         if found is not None and found.plan is plan and offered > 0:
             found.match = match
             found.num_tokens = offered
@@ -130,11 +131,22 @@ class MatchTracker:
             return self._offer(found)
         if found is not None:
             self.drop(request_id, ExternalMatchExit.SUPERSEDED if offered > 0 else ExternalMatchExit.WITHDRAWN)
-        if match.num_tokens <= 0:
+        if promised == 0:
             return 0, False
         question = num_computed_tokens, num_tokens
         found = self.open[request_id] = OpenMatch(request, match, plan, offered, question, self._step, self._step)
         return self._offer(found)
+
+    def _withdraw(
+        self, request: Any, match: ExternalKVMatch, plan: object, question: tuple[int, int]
+    ) -> tuple[int, bool]:
+        """Answer to the engine if the connector's cannot be read: no tokens. Aborts the open match, and the plan."""
+        found = self.open.get(request.request_id)
+        self.drop(request.request_id, ExternalMatchExit.WITHDRAWN)
+        if plan is not None and (found is None or found.plan is not plan):
+            self.open[request.request_id] = OpenMatch(request, match, plan, 0, question, self._step, self._step)
+            self.drop(request.request_id, ExternalMatchExit.WITHDRAWN)
+        return 0, False
 
     def _offer(self, found: OpenMatch) -> tuple[int, bool]:
         """Answer to the engine: the promise, limited to the tokens that the connector accepted of its last one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from kvpact.errors import ConfigError, KvpactError, PactViolation
 from kvpact.identity.notices import JUDGED_FROM
 from kvpact.index.classed_slots import ClassedSlots
+from kvpact.index.column_file import SEALS
 from kvpact.index.slot_space import CLASS_SHIFT, EXTENT_SHIFT, PlainSlots, SlotSpace
 from kvpact.memory import numa
 from kvpact.memory.extents import Extents
@@ -207,7 +209,7 @@ class ArenaSegment:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("the memory tier needs memfd_create (Linux 3.17, glibc 2.27), which this Python lacks")
         size = count * num_bytes
-        descriptor = os.memfd_create(MEMFD, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(MEMFD, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)  # a memfd is readable for all users at first, through /proc
             os.ftruncate(descriptor, size + HUGE_BYTES)
@@ -340,6 +342,13 @@ class ArenaSegment:
         for advice in advices:
             with contextlib.suppress(OSError):  # the kernel does not know it
                 self._mapping.madvise(advice)
+
+    def seal(self) -> None:
+        """Let nobody map the memory for writing any more, or change its size; mappings that are there stay as they are.
+
+        For the time when the scheduler's process and all ranks have mapped it. Raises OSError.
+        """
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
 
     def close(self) -> None:
         """Free the memory. Exported views keep the mapping alive until the last of them is released."""

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,12 @@ MPOL_PREFERRED: Final = 1
 
 MBIND: Final = {"x86_64": 237, "aarch64": 235}
 """Machine -> number of mbind; libc has no function for it."""
+
+GET_MEMPOLICY: Final = {"x86_64": 239, "aarch64": 236}
+"""Machine -> number of get_mempolicy."""
+
+MPOL_F_ADDR: Final = 2
+"""Flag: the mode of an address is asked for."""
 
 _WORD_BITS: Final = ctypes.sizeof(ctypes.c_ulong) * 8
 _WORDS: Final = 1024 // _WORD_BITS
@@ -43,11 +50,27 @@ def prefer(node: int, address: int, num_bytes: int) -> None:
     """
     mask = (ctypes.c_ulong * _WORDS)()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    number = MBIND.get(platform.machine())
+    size, mode, bits, flags = map(ctypes.c_ulong, (num_bytes, MPOL_PREFERRED, _WORDS * _WORD_BITS + 1, 0))
+    _call(MBIND, ctypes.c_ulong(address), size, mode, mask, bits, flags)
+
+
+def preferred_node(address: int) -> int | None:
+    """Node that `prefer` was called with for this address of shared memory, in any process; None if it was not."""
+    mask = (ctypes.c_ulong * _WORDS)()
+    mode = ctypes.c_int()
+    bits, where, flags = map(ctypes.c_ulong, (_WORDS * _WORD_BITS + 1, address, MPOL_F_ADDR))
+    with contextlib.suppress(OSError):  # the kernel has no such call, or a container forbids it
+        _call(GET_MEMPOLICY, ctypes.byref(mode), mask, bits, where, flags)
+    nodes = (at * _WORD_BITS + word.bit_length() - 1 for at, word in enumerate(mask) if word)
+    return next(nodes, None) if mode.value == MPOL_PREFERRED else None
+
+
+def _call(numbers: Mapping[str, int], *arguments: object) -> None:
+    """Call the kernel. Raises OSError."""
+    number = numbers.get(platform.machine())
     if number is None:
         raise OSError(f"the number of this call is not known for {platform.machine()}")
-    size, mode, bits, flags = map(ctypes.c_ulong, (num_bytes, MPOL_PREFERRED, _WORDS * _WORD_BITS + 1, 0))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    if libc.syscall(ctypes.c_long(number), ctypes.c_ulong(address), size, mode, mask, bits, flags):
+    if libc.syscall(ctypes.c_long(number), *arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 HUGE_BYTES: Final = 2 << 20
 """Bytes of a huge page where pages have 4 KiB; has no special meaning elsewhere."""
 
+THREAD: Final = "kvpact-prefault"
+"""Name of the thread that takes pages; the kernel shows 15 characters."""
+
 PIECE_BYTES: Final = 8 << 20
 """Bytes taken at a time: 1 ms in huge pages, 8 ms in small ones, 30 ms if the host must find the memory first. `close`
 waits for at most one piece."""
@@ -207,7 +210,7 @@ class PageTaker:
         is over; see `give_way`.
         """
         if self._thread is None:
-            self._thread = start_background("kvpact-prefault", self._run)
+            self._thread = start_background(THREAD, self._run)
 
     def wait_for_first(self, seconds: float) -> bool:
         """Wait, after `start`, until the `FIRST_BYTES` are taken, so that no prompt pays for them.

@@ -22,6 +22,12 @@ SCHEMES: Final = {scheme: rules for backend in BACKENDS for scheme, rules in bac
 MEMORY: Final = "memory"
 """The label of the memory tier, which is the arena and no backend; `urls.tier_labels` makes the others."""
 
+NEIGHBOURS: Final = "neighbours"
+"""Label of blocks in the memory of other engines of this host."""
+
+SOURCES: Final = ("engine", MEMORY, NEIGHBOURS)
+"""Labels of the sources above the tiers: the engine's own prefix cache, memory, other engines' memory."""
+
 
 def kind_of(scheme: str) -> str:
     """The kind of tier with URLs of this scheme: for one that another package adds, the scheme itself."""

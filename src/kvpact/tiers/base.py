@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
+from kvpact.index.announced import Announcing
 from kvpact.tiers.record import HEADER_BYTES as HEADER_BYTES
 from kvpact.tiers.record import NO_SLOT as NO_SLOT
 from kvpact.tiers.record import RECORD_FORMAT as RECORD_FORMAT
@@ -206,6 +207,14 @@ class SupportsPrefix(Protocol):
 
         It may hold those after it where it cannot write to them.
         """
+
+
+@runtime_checkable
+class SupportsEvents(Protocol):
+    """A place that knows when it loses a block: its content is announced to routers."""
+
+    events: Announcing
+    """Announcements of blocks that it has stored itself, from any thread."""
 
 
 @runtime_checkable

@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 
 from kvpact.identity.epochs import FIRST_EPOCH, Epoch
 from kvpact.identity.keys import BlockKey
+from kvpact.index.announced import Announcing, Subscriber
 from kvpact.tiers.awaited import AwaitedTier
-from kvpact.tiers.base import BlockBuffer, SupportsPrefix, Tier, TierCapacity, TierCounts, leading
+from kvpact.tiers.base import BlockBuffer, SupportsEvents, SupportsPrefix, Tier, TierCapacity, TierCounts, leading
 from kvpact.tiers.costs import TierCosts
 from kvpact.tiers.deletions import Deletions
 from kvpact.tiers.executor import (
@@ -101,6 +102,9 @@ class TierClient:
         """
         self.executor = executor
         self.name = executor.label
+        self.announcing: Announcing | None = None
+        """Announcements of the tier's blocks; None: routers hear nothing of them."""
+        self._subscriber: Subscriber | None = None
         self._opened = executor.tier
         """The tier, or who opens it: closed at the end."""
         self._capacity = TierCapacity(0, 0, 0)
@@ -132,6 +136,17 @@ class TierClient:
         """True if other engines write and evict there, so that only the tier itself knows what it holds."""
         self._leading = tier.leading if isinstance(tier, SupportsPrefix) else lambda keys: leading(tier.lookup(keys))
         self._put_start = tier.put_start if isinstance(tier, SupportsPrefix) else self._leading
+        if self._subscriber is not None:
+            self.announce_to(self._subscriber)
+
+    def announce_to(self, subscriber: Subscriber) -> None:
+        """Tell `subscriber` of the tier's blocks from now on, if the tier knows when it loses one."""
+        self._subscriber = subscriber
+        if self.announcing is not None:
+            self.announcing.withdraw()  # of the tier that was there before
+        self.announcing = self.tier.events if isinstance(self.tier, SupportsEvents) else None
+        if self.announcing is not None:
+            self.announcing.announce_to(subscriber)
 
     # Health
 
@@ -356,6 +371,8 @@ class TierClient:
 
         A deletion that the tier refuses, or that raises, is repeated.
         """
+        if self.announcing is not None:
+            self.announcing.withdraw(keys)
         self.deletions.add(keys)
         self.health.log_pause()
 

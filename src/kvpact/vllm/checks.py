@@ -17,7 +17,7 @@ from kvpact.config import KvpactConfig, check_cache, find_factory, load_config
 from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupKind
 from kvpact.memory.limits import require_possible
-from kvpact.metrics import StartVerdict
+from kvpact.metrics import MissReason, StartVerdict, series
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.compat.platforms import BASE_WORKERS, KVPACT_WORKER, OUR_CLASSES, classes_for
@@ -212,23 +212,32 @@ def start_verdict(groups: EngineGroups, missing: Sequence[str], *, has_statistic
     return StartVerdict(notes=tuple(notes))
 
 
-def block_size_limit(groups: EngineGroups, vllm_config: Any) -> tuple[str, str]:
-    """A limit if vLLM's scheduler cuts prompts for blocks of another size than those that keep states, and its remedy.
+def state_limits(groups: EngineGroups, vllm_config: Any) -> list[tuple[str, str, str]]:
+    """Limits of vLLM's settings on the states that it keeps, each with the series that counts what lacks one, and its
+    remedy; the log gets them.
 
-    Both "" if the sizes agree; the log gets them. On CPUs the handshake after the start of vLLM 0.32's engine process
-    sets the scheduler's size back to the platform's default, unless the user has given one.
+    The scheduler may cut prompts for blocks of another size than those that keep states: on CPUs the handshake after
+    the start of vLLM 0.32's engine process sets its size back to the platform's default, unless the user has given one.
+    And by default vLLM neither keeps nor offers the states of answers.
     """
-    believed = int(vllm_config.cache_config.block_size)
-    unit = max((each.block_size for each in groups.groups.groups if each.kind is GroupKind.STATE), default=believed)
-    if not believed % unit:
-        return "", ""
-    limit = (
-        f"vLLM's scheduler cuts prompts for blocks of {believed} tokens, and the model's states are kept every {unit}: "
-        "a prompt hits from its third time on, not from its second"
-    )
-    remedy = f"add --block-size {unit}"
-    logger.warning("kvpact: %s; %s", limit, remedy)
-    return limit, remedy
+    sizes = [each.block_size for each in groups.groups.groups if each.kind is GroupKind.STATE]
+    if not sizes:
+        return []
+    unit = max(sizes)
+    settings = vllm_config.cache_config
+    found = list[tuple[str, str, str]]()
+    if settings.block_size % unit:
+        limit = (
+            f"vLLM's scheduler cuts prompts for blocks of {settings.block_size} tokens, and the model's states are "
+            f"kept every {unit}: a prompt hits from its third time on, not from its second"
+        )
+        found.append((series("misses", MissReason.STATE_MISSING), limit, f"add --block-size {unit}"))
+    if settings.prefix_cache_retention_interval == 0:
+        limit = "vLLM keeps no states of answers: a prompt that goes on after one computes the answer's tokens again"
+        found.append(("lost_answer_tokens", limit, f"add --prefix-cache-retention-interval {groups.groups.alignment}"))
+    for _, limit, remedy in found:
+        logger.warning("kvpact: %s; %s", limit, remedy)
+    return found
 
 
 def _refuse_settings_of_engine(vllm_config: Any) -> None:

@@ -42,6 +42,7 @@ from kvpact.wire import StepMessage
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
@@ -85,6 +86,8 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
 
             self._require_alone(vllm_config.kv_transfer_config.engine_id)
             self._scheduler = SchedulerSide(config, vllm_config, self.metrics, self.guard, self._groups)
+            if self._scheduler.events.queue is not None:
+                self.take_events = self._take_events
         else:
             from kvpact.vllm.worker_side import open_worker
 
@@ -314,6 +317,13 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The scheduler's half counts; the workers' half reports to it."""
         return self._scheduler.collect_stats() if self._scheduler is not None else None
+
+    @guarded(list)
+    def _take_events(self) -> list[KVCacheEvent]:
+        """Events of blocks that memory and the tiers have got and lost: `take_events` of an engine that wants them."""
+        mounted = self.scheduler_side.mounted
+        announcements = mounted.announcements if mounted is not None else None
+        return self.scheduler_side.events.take(announcements) if announcements is not None else []
 
     @guarded(lambda: (0, 0, {}))
     def take_hit_corrections(self) -> tuple[int, int, Mapping[Any, int]]:

@@ -18,6 +18,7 @@ from kvpact.vllm.compat.group_tables import StateBlocks
 from kvpact.vllm.compat.scheduler import (
     evict_first_of_all,
     group_of,
+    has_name,
     is_free,
     live_block_ids,
     next_free,
@@ -42,7 +43,8 @@ class VllmContext:
     def __init__(self, kv_cache_manager: Any, policy: str, groups: GroupSet | None = None) -> None:
         self._manager = kv_cache_manager
         block_pool = kv_cache_manager.block_pool
-        self._states = StateBlocks(groups, block_pool.null_block.block_id if groups is not None else 0)
+        null_block = block_pool.null_block.block_id if groups is not None else 0
+        self._states = StateBlocks(groups, null_block, self._is_named)
         self._pool = block_pool
         self.hash_block_size = int(block_pool.hash_block_size)
         self._by_priority = policy == "priority"
@@ -108,6 +110,12 @@ class VllmContext:
     def requests_with_states(self) -> Collection[str]:
         """The requests with offered states in this step."""
         return self._states.requests
+
+    def _is_named(self, request_id: str, block_id: int, num_tokens: int) -> bool:
+        request = self._requests.get(request_id)
+        last = num_tokens // self.hash_block_size - 1
+        hashes = request.block_hashes[last : last + 1] if request is not None else []
+        return any(has_name(self._block(block_id), block_hash) for block_hash in hashes)
 
     def offered_states(self, request_id: str) -> Sequence[LooseBlock]:
         """The states that the step leaves at ends of blocks; none outside of `saving`."""

@@ -7,12 +7,13 @@ neither stored nor served. Nothing is digested on the caller's thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from kvpact.contract import ExternalKVMatch
+from kvpact.events.queue import EnginePrompt
 from kvpact.identity.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.identity.keys import KnownRuns, MediaSpan, RequestIdentity
@@ -30,6 +31,8 @@ class RequestIdentities:
         lora = vllm_config.lora_config
         self.block_size = int(vllm_config.cache_config.block_size)
         self.known: KnownRuns | None = None
+        self.prompts: Callable[[Any], EnginePrompt] | None = None
+        """Makes a request's prompt as KV events describe it; None without events."""
         self.contents = DigestThread("kvpact-content")
         self.adapters = AdapterDigests(MAX_ADAPTERS + (int(lora.max_cpu_loras or 0) if lora is not None else 0))
         self.media = MediaContents(self.contents, max(MIN_NAMES, encoder_cache_size(vllm_config)))
@@ -93,6 +96,7 @@ class VllmRequest:
     _adapter: tuple[AdapterUse, Pending[AdapterFound]] | None = None
     _media: list[MediaContent | None] = field(default_factory=list)
     _embeddings: Pending[dict[int, bytes]] | None = None
+    _prompt: EnginePrompt | None = None
 
     def __post_init__(self) -> None:
         self.request_id = str(self.request.request_id)
@@ -104,6 +108,13 @@ class VllmRequest:
             self._renew()
         tokens: Sequence[int] = self.request.all_token_ids
         return tokens if self._known_end is None else tokens[: self._known_end]
+
+    @property
+    def prompt(self) -> EnginePrompt | None:
+        """View of the blocks as vLLM names them; None if there are no KV events."""
+        if self._prompt is None and self._identities.prompts is not None:
+            self._prompt = self._identities.prompts(self.request)
+        return self._prompt
 
     @property
     def identity(self) -> RequestIdentity | None:

@@ -17,16 +17,17 @@ from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, W
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.groups import one_group
 from kvpact.metrics import MEMORY, Metrics, StartVerdict
+from kvpact.tiers.backends import NEIGHBOURS
 from kvpact.tiers.registry import load_seal
 from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.checks import (
-    block_size_limit,
     check_classes,
     require_all_ranks,
     require_hooks,
     require_no_restarts,
     start_verdict,
+    state_limits,
 )
 from kvpact.vllm.compat.configuration import match_unit, replica_number
 from kvpact.vllm.compat.objects import end_step_at
@@ -36,6 +37,7 @@ from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
 from kvpact.vllm.guard import Guard
 from kvpact.vllm.hit_accounting import UNKNOWN_PLACE, HitCredit
 from kvpact.vllm.identity import engine_namespace
+from kvpact.vllm.kv_events import KVEvents
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
 from kvpact.vllm.messages import NOTHING_TO_DO, PactMetadata
 from kvpact.vllm.probes import Probes
@@ -73,12 +75,14 @@ class SchedulerSide:
         self._block_size = self._kv_groups.block_size
         """Tokens in a block of the chain."""
         self.identities = RequestIdentities(vllm_config)
+        self.events = KVEvents(vllm_config, self._kv_groups, self.identities, metrics)
         self.mounted: MountedCache | None = None
         self.context: VllmContext | None = None
         self._requests = EngineRequests(self.identities)
         self.credit = HitCredit()
         labels = zip(tier_labels(config.tiers), config.tiers, strict=True)
-        self._places = {MEMORY: "host"} | {label: "disk" for label, url in labels if url.scheme in ON_DISK}
+        disks = {label: "disk" for label, url in labels if url.scheme in ON_DISK}
+        self._places = {MEMORY: "host", NEIGHBOURS: "host"} | disks
         """vLLM's names for the places of tiers, by the tiers' labels; `UNKNOWN_PLACE` for those not named."""
         self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
         self._computed = ComputedTokens(vllm_config, self.identities, self._requests, self.loads)
@@ -146,6 +150,8 @@ class SchedulerSide:
                 base_weights(vllm_config, config.model_id) if config.tiers else None,
                 self.identities.adapters,
                 self._seal,
+                self.events.queue,
+                lambda stopped: base_weights(vllm_config, config.model_id).identity(stopped),
             ),
             self._kv_groups,
             metrics=self._metrics,
@@ -162,6 +168,7 @@ class SchedulerSide:
         self.context = scheduler_context(
             kv_cache_manager, policy, self._groups.groups if self._groups.several else None
         )
+        self.events.bind(kv_cache_manager)
         self.identities.use_engine_hashes(self._vllm_config.cache_config, self.context.hash_block_size)
         if self.mounted is not None:
             self.mounted.cache.bind_scheduler_context(self.context)
@@ -368,9 +375,8 @@ class SchedulerSide:
         counts."""
         if self.mounted is not None and not self._compared_sizes:
             self._compared_sizes = True
-            limit, remedy = block_size_limit(self._groups, self._vllm_config)
-            if limit:
-                self.mounted.note(limit, remedy)
+            for limit in state_limits(self._groups, self._vllm_config):
+                self.mounted.note(*limit)
         pending = self.mounted is not None and self.mounted.poll_idle()
         return pending or (self._stats is not None and self._stats.ask_for_step())
 

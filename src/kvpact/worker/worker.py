@@ -26,9 +26,11 @@ from kvpact.contract import (
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.neighbour_slots import decode_addresses
 from kvpact.wire import AdapterUsed, StepMessage, WorkerHandshake
 from kvpact.worker.copy import DeviceOpener, transfer_engine_for
 from kvpact.worker.kv_memory import KVMemory
+from kvpact.worker.neighbours import MappedNeighbours
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.rank_jobs import EndedLoads, RankJobs
 from kvpact.worker.segment import Sharing, open_segment
@@ -59,6 +61,8 @@ class CacheWorker(ExternalCacheWorker):
         self.place = place
         self._sharing = sharing = place.sharing or Sharing(place.rank, place.world_size)
         self._segment: ArenaSegment | None = None
+        self._neighbours: MappedNeighbours | None = None
+        """Memory of other engines of this host; None before `register_kv_caches`."""
         self.memory: KVMemory | None = None
         """KV memory of the engine; None before `register_kv_caches`."""
         self.synchronous: tuple[LoadJob, ...] = ()
@@ -91,6 +95,7 @@ class CacheWorker(ExternalCacheWorker):
         assert self.memory is None, "set up once; see `KVMemory.resume`"
         paged = PagedKV.from_tensors(dict(kv_caches), self.place.num_blocks, self.place.groups)
         self._segment = open_segment(self._config, paged.layouts, self._sharing)
+        self._neighbours = MappedNeighbours(self.place.rank, self._segment)
         self.notices = NoticeWriter(self._segment.notice)
         self.adapters = LoadedAdaptersWriter(self._segment.notice)
         engine = transfer_engine_for(self._config, paged, self._segment, self.place.rank, self._openers)
@@ -246,8 +251,12 @@ class CacheWorker(ExternalCacheWorker):
     def start_loads(self, work: StepWork) -> None:
         """See `ExternalCacheWorker`. Includes loads that were found at the step's beginning."""
         if self._segment is not None:
-            jobs: tuple[LoadJob | SaveJob, ...] = (*work.loads, *work.saves)
+            jobs: list[LoadJob | SaveJob] = [job for job in work.loads if not job.neighbour]
+            jobs += work.saves
             self._segment.use([slot for job in jobs for slot in job.slots])
+            addresses = decode_addresses(work.extra)
+            if addresses is not None and self._neighbours is not None and self.transfers is not None:
+                self.transfers.engine.use_neighbours(self._neighbours.use(addresses))
         work = replace(work, loads=(*work.loads, *self._step_loads))
         self.synchronous = tuple(job for job in work.loads if job.synchronous)
         self.jobs.order(work.loads)

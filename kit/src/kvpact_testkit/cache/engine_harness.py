@@ -65,6 +65,7 @@ class HarnessSettings:
     max_running: int = 16
     prefix_caching: bool = True
     priority: bool = False
+    draft_tokens: int = 0
     groups: tuple[KVCacheGroup, ...] = ()
     """By default one of full attention, of `block_size`; else a block of each is a multiple or a part of that."""
     write_queue_bytes: int = 1 << 30
@@ -178,6 +179,7 @@ class EngineHarness:
             max_tokens_per_step=settings.max_tokens_per_step,
             prefix_caching=settings.prefix_caching,
             policy="priority" if settings.priority else "fcfs",
+            draft_tokens=settings.draft_tokens,
         )
         self.place = CacheContext(
             block_size=settings.block_size,

@@ -5,10 +5,11 @@ Owns the jobs and the blocks that they stored, independently of the cache's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvpact.contract import JobOutcome, LoadJob, LoadSettlement, SaveJob, SchedulerContext
+from kvpact.contract import EngineRequest, JobOutcome, LoadJob, LoadSettlement, SaveJob, SchedulerContext
+from kvpact.identity.groups import GroupKind, LooseBlock, OffersStates
 from kvpact.identity.keys import BlockKey, BlockKeys
 from kvpact.ranges import BlockRange
 from kvpact_testkit.cache.group_blocks import GroupBlocks, StoredBlock
@@ -98,6 +99,8 @@ class JobMonitor:
     """Called with a line for the script on important calls."""
     commits: dict[str, Commit] = field(default_factory=dict)
     loads_failed_by_ranks: int = 0
+    given_up: bool = False
+    """Saves were given up since the last step: one that was noted between steps before that may copy anything."""
     _requests: dict[str, Known] = field(default_factory=dict)
     _jobs: dict[int, Job] = field(default_factory=dict)
     _late: list[Job] = field(default_factory=list)
@@ -116,20 +119,38 @@ class JobMonitor:
             return tuple(tuple(blocks) for blocks in self._context.get_block_ids(request_id))
         return ()
 
-    def _note_groups(self, name: str, keys: list[BlockKey], computed: int) -> None:
+    def _note_groups(self, request: EngineRequest, keys: list[BlockKey], computed: int) -> None:
+        name = request.request_id
         known = self._requests[name]
         before, known.unnamed = known.unnamed, {}
+        context: object = self._context
+        states: Sequence[LooseBlock] | None = None
+        if isinstance(context, OffersStates):  # which block has which state, the tables do not say
+            states = context.offered_states(name)
+            computed = min(computed, len(request.token_ids))
+        held: Mapping[int, int] = getattr(context, "held", {})
         for group, table in enumerate(self._tables(name)):
             full, others = self.kinds.full(group, table, computed)
             for block in others:
                 self._contents.pop(table[block], None)
-            late = {block for (of, block), there in before.items() if of == group and [there] == [*table[block:][:1]]}
-            for block in late.union(full).difference(others):
+            there = {block: table[block] for block in full}
+            offers = states is not None and self.kinds.groups[group].kind is GroupKind.STATE
+            size = self.kinds.groups[group].block_size
+            if states is not None and offers:
+                there = {block: block_id for of, block, block_id in states if of == group}
+            late = {
+                block: block_id
+                for (of, block), block_id in before.items()
+                if of == group and ([block_id] == [*table[block:][:1]] or (offers and held.get(block_id)))
+                if (block + 1) * size <= computed  # else the request began again
+            }
+            for block in (late.keys() | there.keys()).difference(others):
                 content = self.kinds.content(keys, group, block)
+                block_id = there.get(block) or late[block]
                 if content is None:
-                    known.unnamed[group, block] = table[block]
+                    known.unnamed[group, block] = block_id
                 else:
-                    self._contents[table[block]] = content
+                    self._contents[block_id] = content
 
     def _take_load(self, job: LoadJob) -> None:
         name = job.request_id
@@ -193,6 +214,9 @@ class JobMonitor:
             for block, content, name in zip(job.blocks, there, named, strict=True)
             if content is None or (content != name and job.request_id in self._requests)
         ]
+        if wrong and self.given_up and job.request_id not in self._requests:
+            self._jobs[job.job_id] = Job(job, ())
+            return
         require(
             not wrong,
             f"a save of {_named(job.blocks)}{_of(job)} of {job.request_id} is ordered; the engine's blocks do not hold "

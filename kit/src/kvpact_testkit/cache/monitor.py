@@ -236,7 +236,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
         if known.keys is not None:
             keys = known.keys.extend(request.token_ids)
             if not self.kinds.keeps_everything:
-                self._note_groups(request.request_id, keys, num_computed_tokens)
+                self._note_groups(request, keys, num_computed_tokens)
             noted = tuple(block_ids()[: min(num_computed_tokens // self.kinds.row_size, len(keys))])
             if noted != known.noted and self.kinds.keeps_everything:
                 known.noted = noted
@@ -276,6 +276,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
                 if name in self.commits:
                     self._require_covered(name, self.commits[name], "the step in which it was committed")
         self._new_sync.clear()
+        self.given_up = False
         return work
 
     # Reports
@@ -331,6 +332,7 @@ class ContractMonitor(JobMonitor, ExternalCache):
 
     def give_up_saves(self) -> None:
         """See `ExternalCache`: what was being saved is never served, also if a rank says that it was stored."""
+        self.given_up = True
         for entry in self._jobs.values():
             entry.void |= isinstance(entry.job, SaveJob)
         self._timed(self.cache.give_up_saves)

@@ -145,7 +145,8 @@ class Operations:
     def arrive(
         self, prefix: int = 0, shared: int = 0, tail: int = 1, outputs: int = 1, kind: int = 0, priority: int = 0
     ) -> None:
-        """Add a request: `shared` tokens of document `prefix`, then `tail` of its own."""
+        """Add a request: `shared` tokens of document `prefix`, then `tail` of its own; with drafts it gets longer
+        answers."""
         if len(self._live()) >= MAX_ALIVE:
             return
         self._names += 1
@@ -153,7 +154,7 @@ class Operations:
         room = self.scene.engine.config.tokens_in(blocks)
         shared = min(shared, room // 2)
         tail = 1 + tail % max(1, room // 4)
-        outputs = 1 + outputs % max(1, room // 4 - 1)
+        outputs = 1 + outputs * (1 + 3 * self.settings.draft_tokens) % max(1, room // 4 - 1)
         document = 1000 * (prefix % PREFIXES)
         own = 10**6 + 1000 * self._names
         tokens = [*range(document, document + shared), *range(own, own + tail)]
@@ -323,6 +324,10 @@ class Operations:
         counts, engine = self.figures.counts, self.scene.engine.counts
         counts["finished"] += engine.finished
         counts["preemptions"] += engine.preemptions
+        counts["drafts"] += engine.drafted
+        counts["drafts accepted"] += engine.accepted
+        counts["states offered"] += engine.offered_states
+        counts["states offered inside accepted drafts"] += engine.states_in_drafts
         counts["loads"] += engine.commits
         counts["loads that failed"] += engine.failed_loads
         counts["tokens promised"] += engine.promised

@@ -104,6 +104,7 @@ SIZES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "max_running": st.sampled_from((8, 2)),
         "prefix_caching": st.sampled_from((True, True, False)),
         "priority": st.sampled_from((False, False, True)),
+        "draft_tokens": st.sampled_from((0, 0, 1, 3)),
         "groups": st.none() | GROUPS,
         "ways": st.none()
         | st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in WAYS}),
@@ -112,6 +113,19 @@ SIZES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 """Engines: small, so that everything is scarce; half of them differ from their mode, and half have other groups than
 one of full attention."""
 
+STATES_AND_DRAFTS: st.SearchStrategy[dict[str, Any]] = st.builds(
+    lambda sizes, others, state, drafts: {
+        **sizes,
+        "groups": [(GroupKind.FULL, BLOCK_SIZE, 0, drafts % 2 > 0), *others, (GroupKind.STATE, state, 0, False)],
+        "draft_tokens": 1 + drafts // 2,
+    },
+    SIZES,
+    GROUPS.map(lambda groups: [group for group in groups if group[0].has_span][:2]),
+    st.sampled_from((BLOCK_SIZE, 2 * BLOCK_SIZE)),
+    st.integers(0, 5),
+)
+"""Engines with drafts, of models with full attention, states, and most of them a third kind."""
+
 
 def engine_settings(mode: str, sizes: dict[str, Any]) -> HarnessSettings:
     """An engine of `mode` with some `SIZES`."""
@@ -119,6 +133,8 @@ def engine_settings(mode: str, sizes: dict[str, Any]) -> HarnessSettings:
     ways = others.pop("ways")
     if drawn := others.pop("groups"):
         groups = GroupSet(tuple(_group(number, *parts) for number, parts in enumerate(drawn)))
+        sizes_of_states = [group.block_size for group in groups.groups if group.kind is GroupKind.STATE]
+        others["draft_tokens"] = min([others["draft_tokens"], *(size - 1 for size in sizes_of_states)])
         others |= {"groups": groups.groups, "block_size": row_size(groups)}
         others |= {name: others[name] * len(drawn) for name in ("num_slots", "num_blocks")}
     quirks = replace(EngineQuirks.presets()[mode], **ways) if ways else None
@@ -157,10 +173,12 @@ def random_play(
     mode: str | None = None,
     figures: Figures | None = None,
     parent: Path | None = None,
+    sizes: st.SearchStrategy[dict[str, Any]] = SIZES,
 ) -> BrokenPlay | None:
     """Run `plays` plays of `num_calls` random calls, or more and shorter ones; returns a broken one, shrunk, or None.
 
-    A seed repeats the same plays in the same process. Adds to `figures`, except while shrinking.
+    The engines are of `sizes`. A seed repeats the same plays in the same process. Adds to `figures`, except while
+    shrinking.
     """
     modes = [mode] if mode else [*EngineQuirks.presets()]
     found: BrokenPlay | None = None
@@ -175,7 +193,7 @@ def random_play(
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.builds(engine_settings, st.sampled_from(modes), SIZES), st.data())
+    @given(st.builds(engine_settings, st.sampled_from(modes), sizes), st.data())
     def play(engine: HarnessSettings, data: st.DataObject) -> None:
         nonlocal found, tries
         tries += found is not None

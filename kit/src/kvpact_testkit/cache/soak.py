@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
+
+from hypothesis import strategies as st
 
 from kvpact_testkit.cache.operations import BrokenPlay, Figures
-from kvpact_testkit.cache.random_plays import random_play
+from kvpact_testkit.cache.random_plays import SIZES, STATES_AND_DRAFTS, random_play
 from kvpact_testkit.cache.subjects import (
     DISK_SLOTS,
     CacheFactory,
@@ -51,6 +54,9 @@ SUBJECTS: Mapping[str, CacheFactory] = {
 as about to be evicted: with a small window, how much a prompt finds depends on what came before it."""
 
 
+Sizes: TypeAlias = st.SearchStrategy[dict[str, Any]]
+
+
 class SoakFailure(Exception):
     """A play broke something; `broken` has the calls that repeat it."""
 
@@ -66,6 +72,7 @@ def soak(
     *,
     first_seed: int = 0,
     parent: Path | None = None,
+    sizes: Sizes = SIZES,
     progress: Callable[[Figures], object] = lambda figures: None,
 ) -> Figures:
     """Play until at least `steps` engine steps are done. Raises SoakFailure with the shortest script found."""
@@ -74,7 +81,7 @@ def soak(
     seed = first_seed
     while figures.steps < steps:
         name = names[seed % len(names)]
-        broken = random_play(subjects[name], seed, CALLS, plays=PLAYS, figures=figures, parent=parent)
+        broken = random_play(subjects[name], seed, CALLS, plays=PLAYS, figures=figures, parent=parent, sizes=sizes)
         if broken is not None:
             raise SoakFailure(name, seed, broken)
         seed += 1
@@ -96,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvpact_testkit.cache.soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=2_000_000)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--states", action="store_true", help="models with states, with drafts, only")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # tens of thousands of injected faults would each be worth a line
     memory = Path("/dev/shm")
@@ -107,7 +115,8 @@ def main() -> None:
             print(f"\r{figures.steps:,} steps", end="", file=sys.stderr, flush=True)
 
     try:
-        figures = soak(options.steps, first_seed=options.first_seed, parent=parent, progress=progress)
+        sizes = STATES_AND_DRAFTS if options.states else SIZES
+        figures = soak(options.steps, first_seed=options.first_seed, parent=parent, sizes=sizes, progress=progress)
     except SoakFailure as failure:
         print(failure)
         raise SystemExit(1) from None

@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvpact.cache.cache import EngineKV, PactCache
+from kvpact.cache.cache import PactCache
 from kvpact.cache.lazy_offload import MIN_WINDOW
+from kvpact.cache.memory import EngineKV
 from kvpact.cache.put_off import PIECE_BLOCKS
 from kvpact.config import load_config
 from kvpact.contract import ExternalCache, ExternalCacheWorker
 from kvpact.errors import TierError
+from kvpact.events.queue import EventQueue
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import Namespace
 from kvpact.memory.arena import Arena, ArenaSegment
@@ -128,11 +130,13 @@ def pact_cache(
     shared: bool = False,
     lazy_window: int = MIN_WINDOW,
     piece_blocks: int = PIECE_BLOCKS,
+    events: EventQueue | None = None,
     **settings: object,
 ) -> CacheUnderTest:
     """kvpact's own cache; with `disk_slots`, a disk tier below it, with `shared`, a shared one. Both outlive a restart.
 
-    `settings` as a user's; `lazy_window` and `piece_blocks` as in its `Offloader` and `PutOff`.
+    `settings` as a user's; `lazy_window` and `piece_blocks` as in its `Offloader` and `PutOff`; what it holds is
+    announced in `events`.
     """
     slot_bytes = -(-place.slot_bytes // PAGE_BYTES) * PAGE_BYTES
     namespace = Namespace({"weights": place.weights, "block_size": str(place.block_size)})
@@ -150,7 +154,7 @@ def pact_cache(
     defaults = {"plan_lifetime": 0.05, "prepare_deadline": 0.5, "load_deadline": 0.5, "recompute_if_faster": False}
     cache = PactCache(
         load_config({**defaults, **settings}, {}),
-        EngineKV(namespace.digest, _named(place.groups)),
+        EngineKV(namespace.digest, _named(place.groups), events=events),
         arena=Arena(segments),
         tiers=tiers,
         clock=place.clock,

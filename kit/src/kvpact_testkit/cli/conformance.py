@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from enum import Enum
@@ -47,6 +48,9 @@ def conformance(
     engine: Annotated[
         EngineChoice | None, typer.Option("--engine", help="Default: vllm for its connectors.", show_default=False)
     ] = None,
+    only: Annotated[
+        str, typer.Option("--only", metavar="REGEX", help='Run the checks whose name matches, such as "cancelled".')
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
     peers: Annotated[bool, typer.Option("--peers", help="Judge other people's tiers, and kvpact's own.")] = False,
     peers_python: Annotated[
@@ -61,26 +65,30 @@ def conformance(
     A cache is a class or function that takes a CacheContext, or a subclass of CacheConformance. Exit code 1 if a
     property of the pact is broken.
     """
+    try:
+        re.compile(only)
+    except re.error as error:
+        raise ConfigError(f'--only "{only}" is not a regular expression, such as "cancelled": {error}') from None
     if peers:
         from kvpact_testkit.cli.peers import judge_peers
 
-        sound = judge_peers(target, peers_python or [], as_json=as_json)
+        sound = judge_peers(target, peers_python or [], only, as_json=as_json)
     elif target:
-        sound = check_conformance(target, settings, engine, as_json=as_json)
+        sound = check_conformance(target, settings, engine, only, as_json=as_json)
     else:
         raise ConfigError('say what to check: "module:Class", or --peers')
     if not sound:
         raise typer.Exit(1)
 
 
-def check_conformance(target: str, settings: str, engine: EngineChoice | None, *, as_json: bool) -> bool:
-    """Run the kit against `target`, "module:Class", and print what it found; whether nothing is broken.
+def check_conformance(target: str, settings: str, engine: EngineChoice | None, only: str, *, as_json: bool) -> bool:
+    """Run the checks whose name matches `only` on `target`, "module:Class", print the result; whether none is broken.
 
     `settings` are JSON: those of the cache, or a connector's `kv_connector_extra_config`. Without `engine`, vLLM's
     connectors run under vLLM and everything else on the embedded engine.
 
     Raises:
-        ConfigError: the target or the settings cannot be used.
+        ConfigError: the target or the settings cannot be used, or no check has such a name.
     """
     given = _settings(settings)
     thing = _find(target)
@@ -89,9 +97,11 @@ def check_conformance(target: str, settings: str, engine: EngineChoice | None, *
     logging.disable(logging.CRITICAL)  # the kit causes faults on purpose, so the cache's log lines are noise
     try:
         run = _under_vllm if chosen is EngineChoice.vllm else _embedded
-        report = run(target, thing, given)
+        report = run(target, thing, given, only)
     finally:
         logging.disable(logging.NOTSET)
+    if not report.checks:
+        raise ConfigError(f'--only "{only}" matches the name of no check; --json lists names')
     if as_json:
         print(json.dumps(_document(report), indent=2))
     else:
@@ -123,7 +133,7 @@ def _find(target: str) -> Any:
         raise ConfigError(f"{target}: module {module} has no {name}") from None
 
 
-def _embedded(target: str, thing: Any, settings: Mapping[str, Any]) -> ConformanceReport:
+def _embedded(target: str, thing: Any, settings: Mapping[str, Any], only: str) -> ConformanceReport:
     from kvpact.cache.cache import PactCache
     from kvpact_testkit.cache.conformance import CacheConformance, CacheFactory, run_conformance, run_suite_as_report
     from kvpact_testkit.cache.subjects import pact_cache, reference_cache
@@ -134,15 +144,15 @@ def _embedded(target: str, thing: Any, settings: Mapping[str, Any]) -> Conforman
     if isinstance(thing, type) and issubclass(thing, CacheConformance):
         if settings:
             raise ConfigError(f"{target} says itself how its cache is made; it takes no --settings")
-        return run_suite_as_report(thing, target, progress=_progress)
+        return run_suite_as_report(thing, target, only=only, progress=_progress)
     if not callable(thing):
         raise ConfigError(f"{target} is neither a class nor a function that makes a cache for a CacheContext")
     own: dict[Any, Any] = {PactCache: pact_cache, ReferenceCache: reference_cache}
     factory = cast(CacheFactory, partial(own.get(thing, thing), **settings))
-    return run_conformance(factory, subject=target, progress=_progress)
+    return run_conformance(factory, subject=target, only=only, progress=_progress)
 
 
-def _under_vllm(target: str, thing: Any, settings: Mapping[str, Any]) -> ConformanceReport:
+def _under_vllm(target: str, thing: Any, settings: Mapping[str, Any], only: str) -> ConformanceReport:
     try:
         from kvpact_testkit.vllm.compat import release
         from kvpact_testkit.vllm.driver import VllmDriver
@@ -152,7 +162,7 @@ def _under_vllm(target: str, thing: Any, settings: Mapping[str, Any]) -> Conform
         raise ConfigError(f"{target} is not a connector of vLLM's: use --engine embedded")
     driver = VllmDriver(target, settings)
     checks = []
-    for scenario in driver.scenarios():
+    for scenario in (each for each in driver.scenarios() if re.search(only, each.name)):
         checks.append(driver.check(scenario))
         _progress(checks[-1])
     return ConformanceReport(target, f"vLLM {release()}", tuple(checks))

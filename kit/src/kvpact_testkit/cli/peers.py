@@ -36,10 +36,11 @@ class Judged:
         return f"{self.python} -m kvpact_testkit.peers {self.peer.name} '^{check.name}$'"
 
 
-def judge_peers(wanted: str, pythons: Sequence[str], *, as_json: bool) -> bool:
+def judge_peers(wanted: str, pythons: Sequence[str], only: str, *, as_json: bool) -> bool:
     """Judge all peers, or the one named, and print each as it ends; whether nothing is broken.
 
-    `pythons` are "name=path": the interpreter of a peer's environment, by default this one.
+    `pythons` are "name=path": the interpreter of a peer's environment, by default this one. Checks are those whose name
+    matches `only`.
 
     Raises:
         ConfigError: a peer or an interpreter cannot be used.
@@ -48,7 +49,7 @@ def judge_peers(wanted: str, pythons: Sequence[str], *, as_json: bool) -> bool:
     peers = [_peer(wanted)] if wanted else PEERS
     documents, sound = [], True
     for peer in peers:
-        judged = _judge(peer, own.get(peer.name, sys.executable))
+        judged = _judge(peer, own.get(peer.name, sys.executable), only)
         sound = sound and not (judged.report and judged.report.broken)
         if as_json:
             documents.append(_document(judged))
@@ -77,10 +78,10 @@ def _interpreters(pythons: Sequence[str]) -> Mapping[str, str]:
     return found
 
 
-def _judge(peer: Peer, python: str) -> Judged:
+def _judge(peer: Peer, python: str, only: str) -> Judged:
     with tempfile.TemporaryDirectory(prefix="kvpact-peers-") as folder:
         report = Path(folder) / "report.json"
-        command = [python, "-m", "kvpact_testkit.peers", peer.name, "--report", str(report)]
+        command = [python, "-m", "kvpact_testkit.peers", peer.name, *([only] if only else []), "--report", str(report)]
         began = time.monotonic()
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         seconds = time.monotonic() - began

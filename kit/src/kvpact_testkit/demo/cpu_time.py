@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvpact.memory.prefault import THREAD as TAKES_PAGES
+
 OURS = "kvpact"
 """The prefix of the names of kvpact's threads."""
 
@@ -92,6 +94,11 @@ def spent_by_kvpact(before: Mapping[int, Look], after: Mapping[int, Look]) -> fl
     """CPU seconds of kvpact's threads between two looks, in all processes; threads that ended count as kvpact's."""
     uses = [look.since(before[pid]) for pid, look in after.items()]
     return sum(use.of_kvpact() + use.cpu_seconds[ENDED] for use in uses)
+
+
+def spent_on_pages(before: Mapping[int, Look], after: Mapping[int, Look]) -> float:
+    """CPU seconds of the threads that take pages of memory from the machine between two looks, in all processes."""
+    return sum(look.since(before[pid]).cpu_seconds[TAKES_PAGES] for pid, look in after.items())
 
 
 _SCHEDULED = 2

@@ -114,9 +114,17 @@ def one_core_each(ranks: int = 1) -> str:
 
 
 def counts_in(stats_file: Path) -> dict[str, Any]:
-    """The counts of the engine that wrote a `stats_file`."""
+    """The counts of the engine that wrote a `stats_file`, by their series as `kvpact.metrics` names them."""
     (engine,) = msgspec.json.decode(stats_file.read_bytes())["engines"]
-    counts: dict[str, Any] = engine["metrics"]
+    counts = dict[str, Any]()
+    for name, found in engine["metrics"].items():
+        if isinstance(found, list):
+            for one in found:
+                value = one.pop("value")
+                labels = ",".join(f'{label}="{text}"' for label, text in one.items())
+                counts[f"{name}{{{labels}}}"] = value
+        else:
+            counts[name] = found
     return counts
 
 
@@ -389,7 +397,7 @@ def session_members(session: int) -> dict[int, str]:
     found = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
-            stat = Path("/proc", entry, "stat").read_text()
+            stat = Path("/proc", entry, "stat").read_text(errors="replace")  # a name may be any bytes
             command = Path("/proc", entry, "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue

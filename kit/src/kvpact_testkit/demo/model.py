@@ -49,7 +49,7 @@ def ensure_model(root: Path, shape: ModelShape, text: str) -> Path:
     directory = root / f"llama-{name}"
     if not directory.exists():
         making = root / f".{directory.name}-{os.getpid()}"
-        _make(making, shape, text)
+        make_model(making, shape, text)
         try:
             making.rename(directory)
         except OSError:  # another process was faster
@@ -66,11 +66,14 @@ def describe_model(directory: Path) -> str:
     )
 
 
-def _make(directory: Path, shape: ModelShape, text: str) -> None:
+def make_model(directory: Path, shape: ModelShape, text: str) -> None:
+    """Make a model of `shape` in a new directory; the tokenizer is fitted to `text`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from kvpact.config import load_config
 from kvpact.metrics import STEP_SECONDS
 from kvpact.vllm.compat.platforms import OUR_CLASSES
-from kvpact_testkit.demo.cpu_time import computed, look_at, spent_by_kvpact
+from kvpact_testkit.demo.cpu_time import computed, look_at, spent_by_kvpact, spent_on_pages
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings, loading_on_all_cores
 from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.model import SLOW_SHAPE, ModelShape, describe_model
@@ -126,6 +126,8 @@ class ColdCost:
 
     prompts: float
     kvpact: float
+    pages: float = 0.0
+    """Part of `kvpact` for pages of memory that it takes from the machine once, whatever is stored there later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +285,9 @@ class _Script:
         self._read(phase, engine, number, chosen)
         answered = look_at(engine.processes())
         steps = settle(engine).get(STEPS, 0.0) - steps
-        cost = spent_by_kvpact(before, look_at(engine.processes()))
-        self.cold_costs.append(ColdCost(computed(before, answered), cost + steps))
+        rested = look_at(engine.processes())
+        cost = spent_by_kvpact(before, rested) + steps
+        self.cold_costs.append(ColdCost(computed(before, answered), cost, spent_on_pages(before, rested)))
 
     def _read(self, phase: str, engine: EngineProcess, number: int, chosen: Sequence[int]) -> None:
         asked = [self._rounds[number][index] for index in chosen]

@@ -23,6 +23,9 @@ class EngineConfig:
     part of it; matches and settlements count in blocks of `block_size` tokens. A block of a group that `drops_last`
     is right only for one next token.
 
+    A step that computes a request's last known token verifies up to `draft_tokens` drafts behind it, of which 60 % are
+    right; they are fewer than the tokens of a block of states. The state of each is in a block of its own until then.
+
     `oracle` decides what each step checks: "full" all tokens of all scheduled requests; "incremental" all tokens of
     requests that start, resume or received external tokens, of other requests what the previous step wrote, and all
     tokens of a request again when it finishes. With `on_violation` "record" the engine continues with wrong outputs, as
@@ -42,6 +45,7 @@ class EngineConfig:
     prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_adapters: int | None = None
+    draft_tokens: int = 0
     zero_new_blocks: bool = False
     oracle: Literal["full", "incremental"] = "full"
     on_violation: Literal["raise", "record"] = "raise"
@@ -63,9 +67,15 @@ class EngineConfig:
             )
         if not self.chunked_prefill and self.max_tokens_per_step < self.max_model_len:
             raise ConfigError("without chunked prefill max_tokens_per_step must be at least max_model_len")
+        if self.draft_tokens >= min(self._state_sizes, default=self.draft_tokens + 1):
+            raise ConfigError(f"{self.draft_tokens} drafts are not fewer than the tokens of a block of states")
         for group in self.groups:
             if gcd(group.block_size, self.block_size) != min(group.block_size, self.block_size):
                 raise ConfigError(f"blocks of {group.block_size} tokens and of {self.block_size} do not fit each other")
+
+    @property
+    def _state_sizes(self) -> list[int]:
+        return [group.block_size for group in self.groups if group.kind is GroupKind.STATE]
 
     @property
     def page_words(self) -> int:
@@ -89,13 +99,25 @@ class EngineConfig:
 
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a request of `num_tokens` tokens has, in all groups."""
-        return sum(-(-num_tokens // group.block_size) for group in self.groups)
+        of_drafts = self.draft_tokens * len(self._state_sizes)
+        return of_drafts + sum(-(-num_tokens // group.block_size) for group in self.groups)
+
+    def check_fits(self, request_id: str, num_tokens: int, keep_free: int) -> None:
+        """Raises ConfigError if a request of `num_tokens` tokens could never run beside `keep_free` free blocks."""
+        blocks = self.blocks_for(num_tokens)
+        usable = self.num_blocks - 1 - keep_free
+        if num_tokens > self.max_model_len or blocks > usable:
+            raise ConfigError(
+                f"request {request_id} needs {num_tokens} tokens in {blocks} blocks; "
+                f"{self.max_model_len} tokens and {usable} blocks are the most"
+            )
 
     def tokens_in(self, num_blocks: int) -> int:
         """Tokens of the longest request that surely fits into so many blocks."""
         whole = lcm(*(group.block_size for group in self.groups))
-        tokens = num_blocks * whole // sum(whole // group.block_size for group in self.groups)
-        while self.blocks_for(tokens) > num_blocks:
+        of_drafts = self.draft_tokens * len(self._state_sizes)
+        tokens = max(0, num_blocks - of_drafts) * whole // sum(whole // group.block_size for group in self.groups)
+        while tokens and self.blocks_for(tokens) > num_blocks:
             tokens -= 1
         return tokens
 

@@ -6,11 +6,13 @@ a leak has an owner. Never hands out the engine's own structures.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvpact.block_refs import BlockRefs, no_such_request
 from kvpact.contract import KVCacheBlockView
+from kvpact.identity.groups import LooseBlock
 from kvpact_testkit.engine.block_pool import NULL_BLOCK
+from kvpact_testkit.engine.output import SchedulerOutput
 from kvpact_testkit.engine.scheduler import Scheduler
 
 
@@ -62,3 +64,35 @@ class EngineContext:
     def waiting_requests(self) -> Sequence[str]:
         """See `SchedulerContext`."""
         return tuple(request.request_id for request in self._scheduler.waiting)
+
+
+class OfferingContext(EngineContext):
+    """The view of an engine with drafts, whose tables do not say which block has the state at its end."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self._offered: dict[str, list[LooseBlock]] = {}
+
+    @property
+    def requests_with_states(self) -> Collection[str]:
+        """Requests of which the step leaves states in their blocks."""
+        return self._offered.keys()
+
+    def begin_step(self, output: SchedulerOutput) -> None:
+        """Offer the states at ends of blocks: of drafts, once the step that verified them has ended."""
+        counts = self._scheduler.counts
+        for request, start, count in zip(output.requests, output.starts, output.counts, strict=True):
+            num_tokens = min(start + count, len(request.token_ids))
+            if states := self._scheduler.kv.offered(request, num_tokens):
+                self._offered[request.request_id] = states
+                counts.offered_states += len(states)
+                sizes = [self._scheduler.config.groups[number].block_size for number, _, _ in states]
+                counts.states_in_drafts += sum(num_tokens % size > 0 for size in sizes)
+
+    def end_step(self) -> None:
+        """Offer nothing more."""
+        self._offered = {}
+
+    def offered_states(self, request_id: str) -> Sequence[LooseBlock]:
+        """See `OffersStates`; none between two steps."""
+        return self._offered.get(request_id, ())

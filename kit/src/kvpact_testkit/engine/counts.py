@@ -40,3 +40,10 @@ class EngineCounts:
     finished: int = 0
     cancelled: int = 0
     wrong_reads: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    """Drafts that steps verified and that were right."""
+    offered_states: int = 0
+    """States that were offered to the cache."""
+    states_in_drafts: int = 0
+    """Offered states whose boundary lay before the last of a step's accepted drafts."""

@@ -16,10 +16,10 @@ from kvpact.contract import ExternalCache, ExternalCacheWorker, WorkerReport
 from kvpact.errors import ConfigError, PactViolation
 from kvpact_testkit.engine.block_pool import NULL_BLOCK
 from kvpact_testkit.engine.config import EngineConfig
-from kvpact_testkit.engine.context import EngineContext
+from kvpact_testkit.engine.context import EngineContext, OfferingContext
 from kvpact_testkit.engine.counts import EngineCounts
 from kvpact_testkit.engine.oracle import Digests, OracleViolation, Tokens, WrongRead
-from kvpact_testkit.engine.output import SchedulerOutput
+from kvpact_testkit.engine.output import ModelOutput, SchedulerOutput
 from kvpact_testkit.engine.output_processor import OutputProcessor
 from kvpact_testkit.engine.quirks import EngineQuirks
 from kvpact_testkit.engine.request import Request
@@ -29,7 +29,7 @@ from kvpact_testkit.engine.step_hook import agree_on_hits, apply_external_hits
 
 NO_REPORT = WorkerReport({})
 
-Executed = tuple[SchedulerOutput, list[int], WorkerReport, list[WrongRead]]
+Executed = tuple[SchedulerOutput, ModelOutput, WorkerReport, list[WrongRead]]
 
 
 def _first_group(request: Request) -> Sequence[int]:
@@ -67,7 +67,8 @@ class Engine:
         self.counts = EngineCounts()
         self.scheduler = Scheduler(self.config, self.quirks, cache, self.counts)
         self.runner = ModelRunner(self.config)
-        self.context = EngineContext(self.scheduler)
+        offers = self.config.draft_tokens and self.scheduler.kv.has_states
+        self.context = (OfferingContext if offers else EngineContext)(self.scheduler)
         self.finished: dict[str, Request] = {}
         self.recorded: list[str] = []
         """Descriptions of wrong reads, with `on_violation` "record"."""
@@ -209,16 +210,22 @@ class Engine:
 
     def _tell_cache(self, cache: ExternalCache, output: SchedulerOutput) -> None:
         requests = {request.request_id: request for request in output.requests}
+        if isinstance(self.context, OfferingContext):
+            self.context.begin_step(output)
         starts, counts = (
             dict(zip(requests, output.starts, strict=True)),
             dict(zip(requests, output.counts, strict=True)),
         )
         same = [name for name, request in requests.items() if request.noted_as is request.identity]
         quiet = {*same}.difference(cache.note_running(same, [starts[name] for name in same], counts))
+        if isinstance(self.context, OfferingContext):
+            quiet.difference_update(self.context.requests_with_states)
         for name, request in requests.items():
             if name not in quiet:
                 request.noted_as = request.identity
                 cache.note_computed(request, starts[name] + counts[name], partial(_first_group, request))
+        if isinstance(self.context, OfferingContext):
+            self.context.end_step()
         output.work = cache.end_step()
 
     def _execute(self, output: SchedulerOutput) -> Executed:

@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
+from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup, LooseBlock
 from kvpact.ranges import BlockRange
 from kvpact_testkit.engine.block_pool import NULL_BLOCK, BlockPool
 from kvpact_testkit.engine.config import EngineConfig
@@ -39,6 +39,7 @@ class KVCacheManager:
         self._block_size, self._hash_tokens = config.block_size, config.hash_tokens
         self._drops_last = any(group.drops_last for group in config.groups)
         self._prefix_caching = config.prefix_caching
+        self._drafts = config.draft_tokens
         self._hash_seed = config.hash_seed
         self._no_hit = LocalHit(0, tuple(() for _ in config.groups))
         self.publishers: dict[int, tuple[Request, int]] = {}
@@ -133,7 +134,7 @@ class KVCacheManager:
             if follows_load:
                 live = min(needed.start, len(blocks))
                 blocks[:live] = [NULL_BLOCK] * live
-            places = sorted({*needed, *_written(group, computed, num_tokens)})
+            places = sorted({*needed, *self._written(group, computed, num_tokens)})
             wanted.append([place for place in places if place >= len(blocks)])
         revived = sum(self.pool.is_free(block) for blocks in tables for block in blocks)
         if sum(map(len, wanted)) + revived + keep_free > self.pool.num_free:
@@ -164,7 +165,9 @@ class KVCacheManager:
         new: list[int] = []
         for number, (blocks, places) in enumerate(zip(request.block_ids, wanted, strict=True)):
             taken = self.pool.allocate(len(places), number)
-            blocks.extend([NULL_BLOCK] * (-(-num_tokens // self.groups[number].block_size) - len(blocks)))
+            group = self.groups[number]
+            columns = -(-num_tokens // group.block_size) + self._scratch(group)
+            blocks.extend([NULL_BLOCK] * (columns - len(blocks)))
             for place, block in zip(places, taken, strict=True):
                 blocks[place] = block
             new += taken
@@ -178,7 +181,7 @@ class KVCacheManager:
         if not self.reads_all:
             self.free_unread(request, request.num_computed_tokens)
         wanted = [
-            [place for place in _written(group, start, num_tokens) if place >= len(blocks) or not blocks[place]]
+            [place for place in self._written(group, start, num_tokens) if place >= len(blocks) or not blocks[place]]
             for group, blocks in zip(self.groups, request.block_ids, strict=True)
         ]
         if any(wanted) and sum(map(len, wanted)) + keep_free > self.pool.num_free:
@@ -191,6 +194,8 @@ class KVCacheManager:
         kept = request.first_kept_blocks
         for number, (group, blocks) in enumerate(zip(self.groups, request.block_ids, strict=True)):
             first = min(group.first_read(position) // group.block_size, len(blocks))
+            if self._scratch(group):
+                first = max(0, first - 1)  # the last step's drafts may have passed the end of the block before
             dead = blocks[kept[number] : first]
             if dead:
                 self.pool.free(dead[::-1])
@@ -215,7 +220,7 @@ class KVCacheManager:
             request.num_published_blocks = request.num_published_blocks or [0] * len(self.groups)
             for number, group in enumerate(self.groups):
                 blocks, done = request.block_ids[number], request.num_published_blocks[number]
-                full = self._full(group, done, num_tokens, len(hashes))
+                full = self._full(group, done, num_tokens, len(hashes), request.num_accepted_drafts)
                 for block in full:
                     name = self._hash_of(group, block, hashes)
                     block_id = blocks[block]
@@ -224,11 +229,12 @@ class KVCacheManager:
                 request.num_published_blocks[number] = max(done, full.stop)
         request.publish_at = (num_tokens // self._hash_tokens + 1) * self._hash_tokens
 
-    def _full(self, group: KVCacheGroup, done: int, num_tokens: int, num_hashes: int) -> range:
-        """The group's blocks from `done` on that are full at `num_tokens`; of states, that which is there just then."""
+    def _full(self, group: KVCacheGroup, done: int, num_tokens: int, num_hashes: int, accepted: int) -> range:
+        """The group's blocks from `done` on that are full at `num_tokens`; of states, that which is there just then, or
+        was among the last `accepted` drafts."""
         if group.kind is GroupKind.STATE:
             end = num_tokens // group.block_size
-            return range(max(done, end - 1), end) if num_tokens % group.block_size == 0 else range(done, done)
+            return range(max(done, end - 1), end) if num_tokens % group.block_size <= accepted else range(done, done)
         named = min(num_tokens // self._hash_tokens, num_hashes) - group.drops_last
         return range(done, max(0, named) * self._hash_tokens // group.block_size)
 
@@ -241,10 +247,29 @@ class KVCacheManager:
             request.num_published_blocks[number] = min(request.num_published_blocks[number], first)
         request.publish_at = (num_tokens // self._hash_tokens + 1) * self._hash_tokens
 
+    # States
 
-def _written(group: KVCacheGroup, start: int, end: int) -> range:
-    """The group's blocks that computing the tokens from `start` to `end` writes: of states, only that at the end."""
-    last = -(-end // group.block_size)
-    if start >= end:
-        return range(0)
-    return range(last - 1 if group.kind is GroupKind.STATE else start // group.block_size, last)
+    def offered(self, request: Request, num_tokens: int) -> list[LooseBlock]:
+        """The states of a request that are in their blocks once a step has run that computes its `num_tokens`."""
+        found = list[LooseBlock]()
+        for number, group in enumerate(self.groups):
+            end, beyond = divmod(num_tokens, group.block_size)
+            is_there = beyond <= request.num_accepted_drafts and num_tokens - beyond > request.num_offered_tokens
+            if group.kind is GroupKind.STATE and is_there and request.block_ids[number][end - 1] != NULL_BLOCK:
+                found.append((number, end - 1, request.block_ids[number][end - 1]))
+        request.num_offered_tokens = num_tokens
+        return found
+
+    def _scratch(self, group: KVCacheGroup) -> int:
+        """Blocks behind a request's last one that hold the states of drafts."""
+        return self._drafts if group.kind is GroupKind.STATE else 0
+
+    def _written(self, group: KVCacheGroup, start: int, end: int) -> range:
+        """The group's blocks that computing the tokens from `start` to `end` writes: of states, only that at the end,
+        and those of drafts behind it."""
+        last = -(-end // group.block_size)
+        if start >= end:
+            return range(0)
+        if group.kind is GroupKind.STATE:
+            return range(last - 1, last + self._drafts)
+        return range(start // group.block_size, last)

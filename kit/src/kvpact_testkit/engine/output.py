@@ -9,6 +9,19 @@ from kvpact.contract import StepWork
 from kvpact_testkit.engine.request import Request
 
 
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """The results of one step, request by request.
+
+    `sampled` are next tokens, negative before a prompt's end; `ends` how many tokens are computed now. `verified` has
+    for those with drafts the accepted drafts, and the number of others.
+    """
+
+    sampled: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    verified: Mapping[int, tuple[list[int], int]] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """Parallel lists: request i computes tokens `starts[i] <= token < starts[i] + counts[i]`.

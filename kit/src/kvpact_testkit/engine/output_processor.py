@@ -7,12 +7,13 @@ in full, the valid prefix stays, results computed on top are void, and blocks th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from kvpact.contract import LoadSettlement, WorkerReport, num_blocks_for
 from kvpact.errors import PactViolation
 from kvpact.ranges import BlockRange, RangeSet
 from kvpact_testkit.engine.admission import Load
-from kvpact_testkit.engine.output import SchedulerOutput
+from kvpact_testkit.engine.output import ModelOutput, SchedulerOutput
 from kvpact_testkit.engine.request import Request, RequestStatus
 from kvpact_testkit.engine.scheduler import Scheduler
 
@@ -25,26 +26,27 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._before_finish = before_finish
 
-    def process(self, output: SchedulerOutput, sampled: list[int], report: WorkerReport) -> list[Request]:
+    def process(self, output: SchedulerOutput, results: ModelOutput, report: WorkerReport) -> list[Request]:
         """Apply one step; returns the requests that it finished."""
         scheduler = self._scheduler
         finished: list[Request] = []
         counts = scheduler.counts
         counts.computed += sum(output.counts)
+        every = range(len(results.sampled))
         if output.external_hits:
             self._note_hook_hits(output)
         if scheduler.cache is None:
-            self._apply(output, sampled, range(len(sampled)), finished)
+            self._apply(output, results, every, finished)
             return finished
         if scheduler.commits.late:
             scheduler.commit_late()
         certain: list[int] = []
         if scheduler.quirks.finishes_before_report:
             certain = [i for i, request in enumerate(output.requests) if request.request_id not in scheduler.loads]
-        self._apply(output, sampled, certain, finished)
+        self._apply(output, results, certain, finished)
         for settlement in scheduler.cache.apply_report(report):
             self._settle(settlement)
-        self._apply(output, sampled, sorted(set(range(len(sampled))).difference(certain)), finished)
+        self._apply(output, results, sorted(set(every).difference(certain)), finished)
         return finished
 
     def _note_hook_hits(self, output: SchedulerOutput) -> None:
@@ -56,19 +58,24 @@ class OutputProcessor:
                 request.note_hit(start - hits.get(request.request_id, 0), start)
 
     def _apply(
-        self, output: SchedulerOutput, sampled: list[int], indices: range | list[int], finished: list[Request]
+        self, output: SchedulerOutput, results: ModelOutput, indices: range | list[int], finished: list[Request]
     ) -> None:
         scheduler = self._scheduler
         loads, publish = scheduler.loads, scheduler.kv.publish
-        requests, starts, counts, epochs = output.requests, output.starts, output.counts, output.epochs
+        sampled, ends, verified = results.sampled, results.ends, results.verified
+        requests, epochs = output.requests, output.epochs
         for i in indices:
             request = requests[i]
             if request.epoch != epochs[i]:
                 continue
             if loads and request.request_id in loads and not self._goes_on(request):
                 continue
-            end = starts[i] + counts[i]
+            end = ends[i]
             request.num_computed_tokens = end
+            if i in verified:
+                self._note_drafts(request, *verified[i])
+            else:
+                request.num_accepted_drafts = 0
             if end >= request.publish_at:
                 publish(request, end)
             token = sampled[i]
@@ -79,8 +86,15 @@ class OutputProcessor:
                     finished.append(request)
                     if self._before_finish is not None:
                         self._before_finish(request)
+                    if scheduler.cache is not None and scheduler.config.draft_tokens:
+                        scheduler.cache.note_computed(request, end, partial(request.block_ids.__getitem__, 0))
                     scheduler.end(request, RequestStatus.FINISHED)
                     scheduler.counts.finished += 1
+
+    def _note_drafts(self, request: Request, accepted: list[int], rejected: int) -> None:
+        self._scheduler.counts.accepted += len(accepted)
+        self._scheduler.counts.drafted += len(accepted) + rejected
+        request.note_drafts(accepted, rejected)
 
     def _goes_on(self, request: Request) -> bool:
         """Whether results on top of a synchronous load count before all ranks have reported it.

@@ -86,6 +86,10 @@ class Request:
     """For each KV cache group, its first block that was not freed as one that is not read any more."""
     publish_at: int = field(default=0, init=False)
     """The number of computed tokens from which on the next block may be complete."""
+    num_accepted_drafts: int = field(default=0, init=False)
+    """Drafts that the last step of the request accepted."""
+    num_offered_tokens: int = field(default=0, init=False)
+    """Tokens up to which the request's states were offered to the cache."""
     row: int = field(default=-1, init=False)
     """The request's row in the model runner; -1 for none."""
     hits: RangeSet = field(default_factory=RangeSet, init=False)
@@ -139,7 +143,16 @@ class Request:
         self.num_scheduled_tokens = num_computed_tokens
         self.num_expected_tokens = len(self.token_ids)
         self.num_inflight_external_tokens = 0
+        self.num_accepted_drafts = self.num_offered_tokens = 0
         self.loaded_ahead = []
+
+    def note_drafts(self, accepted: list[int], rejected: int) -> None:
+        """A step verified drafts; what was scheduled behind it counted on all of them."""
+        self.token_ids.extend(accepted)
+        self.num_accepted_drafts = len(accepted)
+        if rejected:
+            self.num_scheduled_tokens -= rejected
+            self.num_expected_tokens = min(self.num_scheduled_tokens + 1, self.stop_at - 1)
 
     def up_to_loaded(self, tokens: int) -> tuple[int, int]:
         """Skip ranges that arrived after a failed one once that is computed; until then never compute them.

@@ -17,11 +17,11 @@ from kvpact_testkit.engine import oracle
 from kvpact_testkit.engine.config import EngineConfig
 from kvpact_testkit.engine.kv_layout import KVLayout
 from kvpact_testkit.engine.oracle import Digests, WrongRead
-from kvpact_testkit.engine.output import SchedulerOutput
+from kvpact_testkit.engine.output import ModelOutput, SchedulerOutput
 from kvpact_testkit.engine.request import Request
+from kvpact_testkit.engine.token_rows import VOCABULARY_BITS, TokenRows
 
 NO_TOKEN = -1
-VOCABULARY_BITS = 15
 HISTORY = 64
 """Number of past requests whose sequences are kept to describe wrong reads."""
 
@@ -51,14 +51,10 @@ class ModelRunner:
         length = max(count * size for count, size in zip(blocks, self._sizes, strict=True))
         self._free_rows = list(range(rows))
         self._requests: list[Request | None] = [None] * rows
-        self._tokens = np.zeros((rows, length), np.int64)
-        self._extras = np.zeros((rows, length), np.uint64)
-        self._truth = np.zeros((rows, length), np.uint64)
-        self._tables = [np.zeros((rows, count), np.int64) for count in blocks]
-        self._known = np.zeros(rows, np.int64)
-        self._digested = np.zeros(rows, np.int64)
-        self._sums = np.zeros(rows, np.uint64)
-        self._roots = np.zeros(rows, np.uint64)
+        self.rows = TokenRows(rows, length)
+        self._tables = [np.zeros((rows, count + config.draft_tokens), np.int64) for count in blocks]
+        self._states_in = np.full((len(blocks), rows), -1, np.int64)
+        """Per group of states, the column of each row's table with the state of all computed tokens; -1: not known."""
 
     def pages(self, rank: int) -> dict[str, npt.NDArray[np.uint8]]:
         """One rank's KV memory as a connector's worker gets it: layer name -> `[num_blocks, page_bytes]` bytes."""
@@ -92,12 +88,15 @@ class ModelRunner:
         request.row = row
         self._requests[row] = request
         count = len(request.token_ids)
-        self._tokens[row, :count] = request.token_ids
-        self._extras[row] = oracle.position_extras(request.identity, self._extras.shape[1], self.config.block_size)
-        self._roots[row] = oracle.root_of(request.identity, request.request_id, self.weights)
-        self._known[row] = self._digested[row] = count
-        self._digest_from(row, 0)
+        self.rows.tokens[row, :count] = request.token_ids
+        self.rows.extras[row] = oracle.position_extras(
+            request.identity, self.rows.extras.shape[1], self.config.block_size
+        )
+        self.rows.roots[row] = oracle.root_of(request.identity, request.request_id, self.weights)
+        self.rows.known[row] = self.rows.digested[row] = count
+        self.rows.digest_from(row, 0)
         self._copy_tables(request, 0)
+        self._states_in[:, row] = -1
         if self.carries_over:
             self._adopt_own(row, request)
 
@@ -110,33 +109,25 @@ class ModelRunner:
         self.carries_over = self.config.keeps_everything  # else caches are cleared: see `Engine.update_weights`
         for row, request in enumerate(self._requests):
             if request is not None and request.row == row:
-                self._go_on_from(row, request.num_scheduled_tokens)
+                self._go_on_from(row, min(request.num_scheduled_tokens, int(self.rows.known[row]) - 1))
 
     def _adopt_own(self, row: int, request: Request) -> None:
         """Accept the content of the engine's own blocks, by their first plane; loaded blocks must be of these
         weights."""
         size, own = self.config.block_size, min(request.num_own_tokens, request.num_computed_tokens)
         positions = np.arange(own, dtype=np.int64)
-        truth = self._truth[row, :own].copy()
+        truth = self.rows.truth[row, :own].copy()
         there = self._tables[0][row, positions // size] > 0
         slots = self._slots(0, np.full(own, row), positions)
         truth[there] = (self.memory[0, slots] - self.masks[0, 0])[there]
-        if (truth != self._truth[row, :own]).any():
-            self._truth[row, :own] = truth
+        if (truth != self.rows.truth[row, :own]).any():
+            self.rows.truth[row, :own] = truth
             self._go_on_from(row, request.num_computed_tokens + request.num_inflight_external_tokens)
 
     def _go_on_from(self, row: int, start: int) -> None:
         """The current weights compute the row's tokens from `start` on, on top of what other weights computed."""
-        self._roots[row] = oracle.word("carried over", int(self._truth[row, start - 1]), self.weights)
-        self._digest_from(row, start)
-
-    def _digest_from(self, row: int, start: int) -> None:
-        """Digest the row's tokens from `start` on again, with the row's root as the only state before them."""
-        end = int(self._digested[row])
-        truth, self._sums[row] = oracle.digests_of(
-            self._tokens[row, start:end], self._extras[row, start:end], self._roots[row], start
-        )
-        self._truth[row, start:end] = truth
+        self.rows.roots[row] = oracle.word("carried over", int(self.rows.truth[row, start - 1]), self.weights)
+        self.rows.digest_from(row, start)
 
     def _copy_tables(self, request: Request, first: int) -> None:
         for group, blocks in enumerate(request.block_ids):
@@ -147,49 +138,50 @@ class ModelRunner:
     def _release(self, row: int) -> None:
         request = self._requests[row]
         if request is not None:
-            self._past.append((request.request_id, self._truth[row, : self._digested[row]].copy()))
+            self._past.append((request.request_id, self.rows.truth[row, : self.rows.digested[row]].copy()))
         self._requests[row] = None
         self._free_rows.append(row)
 
     # The forward pass
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
-        """Compute the step's tokens; returns the next token of each request, NO_TOKEN before a prompt's end."""
+    def execute(self, output: SchedulerOutput) -> ModelOutput:
+        """Compute the step's tokens, and verify its drafts."""
         if not output.requests:
-            return []
+            return ModelOutput()
         rows = np.array([request.row for request in output.requests], np.int64)
         starts = np.array(output.starts, np.int64)
-        if max(output.counts) == 1:
+        if max(output.counts) == 1 and not self.config.draft_tokens:
             ends = starts + 1
-            self._digest(rows, starts)
+            self.rows.digest(rows, starts)
             self._read_states(rows, starts)
             self._write(rows, starts)
-        else:
-            counts = np.array(output.counts, np.int64)
-            ends = starts + counts
-            self._digest(rows, ends - 1)
-            self._read_states(rows, starts)
-            every = np.repeat(rows, counts)
-            first = np.repeat(starts - np.cumsum(counts) + counts, counts)
-            self._write(every, first + np.arange(len(every), dtype=np.int64))
-        self._write_states(rows, ends)
+            self._write_states(rows, ends, ends)
+            self._read(output, rows, starts, ends)
+            self.settle_states(rows, ends, ends, ends)
+            sampled = self._sample(rows, ends)
+            self._write_next(rows, ends)
+            return ModelOutput(sampled, ends.tolist())
+        counts = np.array(output.counts, np.int64)
+        # A step that is planned before the last one's results counts all of its drafts as accepted.
+        starts = np.minimum(starts, self.rows.known[rows] - 1)
+        ends = starts + counts
+        known = np.minimum(ends, self.rows.known[rows])
+        self.rows.digest(rows, known - 1)
+        sums = self.rows.guess(rows, known, ends)
+        self._read_states(rows, starts)
+        every = np.repeat(rows, counts)
+        first = np.repeat(starts - np.cumsum(counts) + counts, counts)
+        self._write(every, first + np.arange(len(every), dtype=np.int64))
+        self._write_states(rows, known, ends)
         self._read(output, rows, starts, ends)
-        sampled = self._sample(rows, ends)
-        self._write_next(rows, ends)
-        return sampled
-
-    def _digest(self, rows: Slots, positions: Slots) -> None:
-        """Digest the token that a request may have got since the last step."""
-        fresh = self._digested[rows] == positions
-        if not fresh.all():
-            rows, positions = rows[fresh], positions[fresh]
-        if len(rows):
-            roots = self._roots[rows]
-            tokens, extras = self._tokens[rows, positions], self._extras[rows, positions]
-            sums = self._sums[rows] + oracle.contributions(tokens, extras, positions, roots)
-            self._sums[rows] = sums
-            self._truth[rows, positions] = oracle.mix(sums ^ roots)
-            self._digested[rows] = positions + 1
+        right = self.rows.verify(rows, known, ends, sums, [wrong.row for wrong in self.wrong_reads])
+        verified = self.rows.drafts_of(rows, known, right, ends)
+        self.settle_states(rows, known, right, ends)
+        sampled = self._sample(rows, right)
+        for place in range(int((right - known).max()) + 1):
+            behind = right - known >= place
+            self._write_next(rows[behind], known[behind] + place)
+        return ModelOutput(sampled, right.tolist(), verified)
 
     def _slots(self, group: int, rows: Slots, positions: Slots) -> Slots:
         """Where tokens are in memory; where `positions` are states' last tokens, those."""
@@ -199,13 +191,13 @@ class ModelRunner:
 
     def _following(self, group: int, rows: Slots, positions: Slots) -> Digests:
         """What the next tokens add to what is written for `positions`; 0 where the next token is not known."""
-        following = np.minimum(positions + 1, self._tokens.shape[1] - 1)
-        added = self.layout.next_tokens(group, positions, self._tokens[rows, following])
-        return np.where(positions + 1 < self._known[rows], added, np.uint64(0))
+        following = np.minimum(positions + 1, self.rows.tokens.shape[1] - 1)
+        added = self.layout.next_tokens(group, positions, self.rows.tokens[rows, following])
+        return np.where(positions + 1 < self.rows.known[rows], added, np.uint64(0))
 
     def _words(self, group: int, rows: Slots, positions: Slots) -> Digests:
         """What belongs to the tokens at `positions`, without mask."""
-        words: Digests = self._truth[rows, positions]
+        words: Digests = self.rows.truth[rows, positions]
         return words + self._following(group, rows, positions) if self.layout.depends_on_next[group] else words
 
     def _write(self, rows: Slots, positions: Slots) -> None:
@@ -219,17 +211,37 @@ class ModelRunner:
             words = self._words(group, rows, ends - 1) + self._plane_masks[group]
             self.memory[:, self._slots(group, rows, ends - 1)] = words
 
-    def _write_states(self, rows: Slots, ends: Slots) -> None:
-        for group, mask in enumerate(self._plane_masks):
-            if self.layout.is_state[group]:
-                self.memory[:, self._slots(group, rows, ends - 1)] = self._truth[rows, ends - 1] + mask
+    def _write_states(self, rows: Slots, known: Slots, ends: Slots) -> None:
+        """Write the state of the `known` tokens into the last block up to `ends`, and that behind each draft into one
+        more behind it."""
+        for group in np.flatnonzero(self.layout.is_state).tolist():
+            for place in range(int((ends - known).max()) + 1):
+                there = ends - known >= place
+                these, last = rows[there], (known + place - 1)[there]
+                slots = self._tables[group][these, (ends[there] - 1) // self._sizes[group] + place]
+                self.memory[:, slots] = self.rows.truth[these, last] + self._plane_masks[group]
+
+    def settle_states(self, rows: Slots, known: Slots, right: Slots, ends: Slots) -> None:
+        """After sampling: the state at a boundary among the accepted drafts, which end at `right`, goes into its block
+        (`postprocess_mamba_fused_kernel`)."""
+        for group in np.flatnonzero(self.layout.is_state).tolist():
+            size, table = self._sizes[group], self._tables[group]
+            running = (ends - 1) // size
+            boundary = right // size * size
+            passed, target = boundary >= known, boundary // size - 1
+            moved = passed & ((target != running) | (boundary > known))
+            from_place, to_place = (running + boundary - known)[moved], target[moved]
+            self.memory[:, table[rows[moved], to_place]] = self.memory[:, table[rows[moved], from_place]]
+            self._states_in[group, rows] = np.where(passed & (target == running), running, running + right - known)
 
     def _read_states(self, rows: Slots, starts: Slots) -> None:
         """Check the states from which the step computes, before it overwrites them."""
         rows, starts = rows[starts > 0], starts[starts > 0]
         for group in np.flatnonzero(self.layout.is_state).tolist() if len(rows) else ():
-            slots = self._slots(group, rows, starts - 1)[:, None]
-            truth = self._truth[rows, starts - 1][:, None]
+            columns = self._states_in[group, rows]
+            columns = np.where(columns < 0, (starts - 1) // self._sizes[group], columns)
+            slots = self._tables[group][rows, columns][:, None]
+            truth = self.rows.truth[rows, starts - 1][:, None]
             for plane in range(len(self.memory)):
                 wrong = self.memory[plane][slots] != truth + self.masks[group, plane]
                 if wrong.any():
@@ -260,7 +272,7 @@ class ModelRunner:
             if self.layout.is_state[number]:
                 continue
             positions = np.arange(-(-int(ends.max()) // group.block_size) * group.block_size, dtype=np.int64)
-            expected = self._truth[rows, : len(positions)]
+            expected = self.rows.truth[rows, : len(positions)]
             read = positions < ends[:, None]
             if group.kind is not GroupKind.FULL:
                 first = np.array([group.first_read(start) for start in starts.tolist()], np.int64)
@@ -291,18 +303,18 @@ class ModelRunner:
                 )
 
     def _sample(self, rows: Slots, ends: Slots) -> list[int]:
-        at_end = ends == self._known[rows]
+        at_end = ends == self.rows.known[rows]
         if not at_end.all():
             tokens = np.full(len(rows), NO_TOKEN, np.int64)
             if at_end.any():
                 tokens[at_end] = self._sample(rows[at_end], ends[at_end])
             return tokens.tolist()
-        tokens = (oracle.mix(self._truth[rows, ends - 1]) >> np.uint64(64 - VOCABULARY_BITS)).view(np.int64)
+        tokens = self.rows.next_tokens(rows, ends - 1)
         for wrong in self.wrong_reads:
             tokens = np.where(rows == wrong.row, (tokens + 1 + wrong.stored % 1021) % (1 << VOCABULARY_BITS), tokens)
-        room = ends < self._tokens.shape[1]
-        self._tokens[rows[room], ends[room]] = tokens[room]
-        self._known[rows] = ends + 1
+        room = ends < self.rows.tokens.shape[1]
+        self.rows.tokens[rows[room], ends[room]] = tokens[room]
+        self.rows.known[rows] = ends + 1
         return tokens.tolist()
 
     # Describing wrong reads
@@ -311,7 +323,7 @@ class ModelRunner:
         """Request id and digests of present and past requests, to describe a wrong read."""
         for row, request in enumerate(self._requests):
             if request is not None:
-                yield request.request_id, self._truth[row, : self._digested[row]]
+                yield request.request_id, self.rows.truth[row, : self.rows.digested[row]]
         yield from self._past
 
     def truth_of(self, request: Request) -> Digests:

@@ -50,14 +50,7 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ConfigError if it could never run here, or if its id is in use."""
-        tokens = request.stop_at
-        blocks = self.config.blocks_for(tokens)
-        usable = self.config.num_blocks - 1 - self.quirks.keeps_free_blocks
-        if tokens > self.config.max_model_len or blocks > usable:
-            raise ConfigError(
-                f"request {request.request_id} needs {tokens} tokens in {blocks} blocks; "
-                f"{self.config.max_model_len} tokens and {usable} blocks are the most"
-            )
+        self.config.check_fits(request.request_id, request.stop_at, self.quirks.keeps_free_blocks)
         if request.request_id in self.requests or request.request_id in self.loads:
             raise ConfigError(f"request id {request.request_id} is still in use")
         self.requests[request.request_id] = request
@@ -183,6 +176,8 @@ class Scheduler:
                 continue
             if tokens > 1 and self._aligns:
                 tokens = self.kv.aligned(start, tokens, len(request.token_ids))
+            if self.config.draft_tokens and start >= len(request.token_ids) - 1 and not request.loaded_ahead:
+                tokens += max(0, min(self.config.draft_tokens, budget - 1, request.stop_at - 2 - start))
             end = start + tokens
             if end > request.capacity:
                 budget += self._make_room(request, end, output)
@@ -196,7 +191,7 @@ class Scheduler:
             epochs.append(request.epoch)
             budget -= tokens
             request.num_scheduled_tokens = end
-            if end == request.num_expected_tokens < request.stop_at - 1:
+            if request.num_expected_tokens <= end < request.stop_at - 1:
                 request.num_expected_tokens = end + 1
             index += 1
         return budget
@@ -289,7 +284,10 @@ class Scheduler:
             return Admission.ADMITTED
         if asynchronous:
             tokens = min(self._part(local, known, budget), request.capacity - local)
-        more = self.kv.grow(request, local + taken, local + taken + tokens) if taken < external else []
+        more: list[int] | None = []
+        if taken < external:
+            self.kv.note_rewound(request, local + taken)
+            more = self.kv.grow(request, local + taken, local + taken + tokens)
         if more is None:  # no blocks to compute what was to be loaded
             self.kv.free(request)
             request.rewind(0)

@@ -159,11 +159,16 @@ class SimulatedWorker(ExternalCacheWorker):
         conduct = FAITHFUL if self._conduct is None else self._conduct(self.rank, job)
         return _Task(job, conduct, self._step + conduct.copy_after_steps)
 
+    def slots_of(self, job: Job) -> Callable[[int], memoryview]:
+        """The view of each slot that a job names; to be overridden where they may be in another engine's memory."""
+        return self._slot_view
+
     def _copy(self, task: _Task, layer: int) -> None:
         job, pages = task.job, list(self.layers.values())[layer]
+        slot_view = self.slots_of(job)
         size = pages.shape[1]
         for block, slot, block_id in zip(job.blocks, job.slots, job.block_ids, strict=True):
-            piece = np.frombuffer(self._slot_view(slot), np.uint8)[layer * size : (layer + 1) * size]
+            piece = np.frombuffer(slot_view(slot), np.uint8)[layer * size : (layer + 1) * size]
             torn = block in task.conduct.failed_blocks or block in task.conduct.damaged_blocks
             length = size // 2 if torn else size
             if isinstance(job, LoadJob):

@@ -117,10 +117,18 @@ class EngineSettings:
     """Percent of the drafts that are what the model samples."""
     draft_method: str = "ngram"
     """vLLM's name for what makes the drafts, "ngram" or "mtp"."""
+    retention: int | None = None
+    """vLLM's `prefix_cache_retention_interval`, in tokens, of made-up models: None keeps the states at all ends of
+    blocks, vLLM's default of 0 a prompt's last one and those where prompts part."""
+    match_unit: int = 0
+    """vLLM's `prefix_match_unit` of made-up models: each hit in its own cache is a multiple of so many tokens; 0: of a
+    block."""
     runner: int = 1
     """Which of vLLM's model runners is played: see `runners.py`."""
     adapters: int = 0
     """LoRA adapters that run at once; 0 turns LoRA off."""
+    kv_events: bool = False
+    """vLLM publishes KV events, to nobody: `Observed.events` has them."""
     failure_policy: str = "recompute"
     """What vLLM does with a request whose load failed: "recompute" or "fail"."""
     scheduler: str = ""
@@ -141,8 +149,8 @@ class EngineSettings:
 
     @property
     def model_layout(self) -> str:
-        """How a real model's layers lie in memory."""
-        return self.kv_layout or "LBNHC"
+        """How the layers lie in memory."""
+        return self.kv_layout or ("LBNHC" if self.model else "LBHNC")
 
     @property
     def rank_heads(self) -> int:
@@ -218,6 +226,7 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
         ),
         lora_config=config.LoRAConfig(max_loras=settings.adapters, max_lora_rank=8) if settings.adapters else None,
         speculative_config=_draft_config(settings),
+        kv_events_config=config.KVEventsConfig(settings.kv_events, "null"),
         kv_transfer_config=config.KVTransferConfig(
             **{"kv_role": "kv_both", "kv_load_failure_policy": settings.failure_policy, **transfer}
         ),
@@ -225,10 +234,10 @@ def make_vllm_config(settings: EngineSettings, transfer: Mapping[str, Any], mode
     # The CPU platform forces this off, because it has one stream; the simulated engine has more.
     vllm_config.scheduler_config.async_scheduling = settings.overlap
     vllm_config.cache_config.num_gpu_blocks = settings.num_blocks
+    vllm_config.cache_config.prefix_match_unit = settings.match_unit or None
     if any(group.kind is GroupKind.STATE for group in settings.groups) or (settings.model and settings.model.states):
         vllm_config.cache_config.mamba_cache_mode = "align"
-    if settings.model:
-        vllm_config.cache_config.kv_cache_layout = settings.model_layout
+    vllm_config.cache_config.kv_cache_layout = settings.model_layout
     return vllm_config
 
 
@@ -299,7 +308,7 @@ def make_scheduler(
 def block_sizes(settings: EngineSettings) -> dict[str, int]:
     """The scheduler's unit, and that of the hashes of a request's blocks, in tokens."""
     if settings.model is None:
-        return {"block_size": settings.block_size, "hash_block_size": settings.block_size}
+        return {"block_size": settings.block_size, "hash_block_size": settings.match_unit or settings.block_size}
     plan = plan_of(settings)
     return {"block_size": plan.scheduler_block_size, "hash_block_size": plan.hash_block_size}
 

@@ -25,13 +25,14 @@ from kvpact_testkit.vllm.random_ops import WALKS
 from kvpact_testkit.vllm.scenarios import Scenario
 from kvpact_testkit.vllm.scenarios_context import CONTEXTS
 from kvpact_testkit.vllm.scenarios_divergent import DIVERGENT
+from kvpact_testkit.vllm.scenarios_events import EVENTS
 from kvpact_testkit.vllm.scenarios_exits import EXITS
 from kvpact_testkit.vllm.scenarios_groups import GROUPS
 from kvpact_testkit.vllm.scenarios_loads import LOADS
 from kvpact_testkit.vllm.scenarios_models import MODEL_SCENARIOS
 from kvpact_testkit.vllm.scenarios_promises import PROMISES
 from kvpact_testkit.vllm.scenarios_ranks import RANKS
-from kvpact_testkit.vllm.scenarios_states import MODELS_WITH_DRAFTS, STATES_WITH_DRAFTS
+from kvpact_testkit.vllm.scenarios_states import KEPT_STATES, LONG_WALKS, MODELS_WITH_DRAFTS, STATES_WITH_DRAFTS
 
 SCENARIOS = (*PROMISES, *EXITS, *LOADS, *RANKS, *WALKS, *CONTEXTS)
 """All scenarios, in the order in which they run."""
@@ -63,11 +64,12 @@ class VllmDriver:
 
     def scenarios(self, names: Sequence[str] | None = None) -> list[Scenario]:
         """All scenarios of models with one KV cache group, or those of these names, also of `GROUPS`,
-        `DIVERGENT`, `MODEL_SCENARIOS` and `STATES_WITH_DRAFTS`.
+        `DIVERGENT`, `EVENTS`, `MODEL_SCENARIOS`, `STATES_WITH_DRAFTS`, `LONG_WALKS` and `KEPT_STATES`.
 
         Raises KeyError for an unknown one.
         """
-        named = (*SCENARIOS, *GROUPS, *DIVERGENT, *MODEL_SCENARIOS, *STATES_WITH_DRAFTS, *MODELS_WITH_DRAFTS)
+        named = [*SCENARIOS, *GROUPS, *DIVERGENT, *EVENTS, *MODEL_SCENARIOS, *STATES_WITH_DRAFTS, *MODELS_WITH_DRAFTS]
+        named += [*LONG_WALKS, *KEPT_STATES]
         by_name = {scenario.name: scenario for scenario in named}
         return list(SCENARIOS) if names is None else [by_name[name] for name in names]
 

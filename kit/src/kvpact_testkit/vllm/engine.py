@@ -61,6 +61,7 @@ class VllmEngine:
         compat.shake_hands(settings, self.connector, [rank.connector for rank in self.ranks])
         self._aggregator = compat.make_aggregator(self.connector, settings.workers)
         self.observed.listen(self.connector, journal, self._taken)
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.observed.events.extend(batch.events)
 
     # What a scenario does
 
@@ -99,7 +100,11 @@ class VllmEngine:
     def _step(self, throttle_prefills: bool) -> int:
         self.observed.steps += 1
         output = self._guarded("schedule", lambda: self.scheduler.schedule(throttle_prefills))
+        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
+        # One that has lost its name since promises nothing: the scheduler may have given it to another request.
+        self.observed.offered = [one for one in self.observed.offered if blocks[one[2]].block_hash is not None]
         self.observed.preemptions += len(output.preempted_req_ids or ())
+        self.observed.copies += len(output.kv_cache_block_copies or ())
         answer = self._guarded("execute_model", lambda: self._execute(output))
         self._judge_offers()
         self._in_flight.append((output, answer))
@@ -292,7 +297,7 @@ class VllmEngine:
         group, numbers = groups_of(self.settings)[number], group_of_layers(self.settings)
         if group.kind is GroupKind.STATE:
             return next(filter(None, (rank.state_fault(number, block_id, digests) for rank in self.ranks)), "")
-        digests = digests[-group.block_size :]
+        digests = digests[(len(digests) - 1) // group.block_size * group.block_size :]
         for rank in self.ranks:
             for layer in (name for name in rank.layers if numbers[name] == number):
                 if (offset := rank.memory.first_wrong([block_id], digests, layer)) is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvpact.contract import LoadJob, SaveJob
+from kvpact.memory.neighbour_slots import NeighbourSlots
 from kvpact.worker.copy.base import Job, Transfer, TransferEngine
 from kvpact.worker.paged import PagedKV
 
@@ -71,6 +72,10 @@ class FaultyEngine:
     def submit_all(self) -> None:
         """See `TransferEngine`."""
         self.inner.submit_all()
+
+    def use_neighbours(self, memory: Mapping[int, NeighbourSlots]) -> None:
+        """See `TransferEngine`."""
+        self.inner.use_neighbours(memory)
 
     def rebind(self, paged: PagedKV) -> None:
         """See `TransferEngine`."""

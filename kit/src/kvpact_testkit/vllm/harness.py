@@ -202,7 +202,7 @@ class Harness:
                 counts.update(self.subject.adapter.held(connector))
         return {name: count for name, count in counts.items() if count}
 
-    def judge(self, situation: Callable[[Harness], None], protects: Sequence[str] = ()) -> None:
+    def judge(self, situation: Callable[[Harness], object], protects: Sequence[str] = ()) -> None:
         """Create the situation; `violations` then say what is broken, by the ids raised, by default `protects`.
 
         Raises NotObservable if the situation does not arise.

@@ -57,7 +57,11 @@ def group_config(settings: Any, members: Sequence[tuple[LayerGroup, list[str]]])
         return settings.draft_tokens > 0 and settings.draft_method == "mtp" and group.kind is GroupKind.FULL
 
     groups = [vllm.KVCacheGroupSpec(names, spec(group), is_eagle_group=drafts(group)) for group, names in members]
-    return vllm.KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    config = vllm.KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    config.prefix_cache_retention_interval = settings.retention
+    if settings.match_unit and hasattr(config, "cache_hit_alignment_tokens"):
+        config.hash_block_size = config.cache_hit_alignment_tokens = settings.match_unit
+    return config
 
 
 @cache

@@ -59,7 +59,11 @@ class Observed:
     """Drafts that steps verified."""
     accepted: int = 0
     """How many of them were right."""
+    events: list[Any] = field(default_factory=list)
+    """KV events, those of the engine and the connector, in vLLM's order."""
     preemptions: int = 0
+    copies: int = 0
+    """Blocks that vLLM copied, to write behind a hit that ends inside one."""
     steps: int = 0
 
     def probes_of(self, request_id: str) -> list[Probe]:

@@ -6,6 +6,7 @@ Owns the CPU tensors with the digests. Knows no request's state and no connector
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from ctypes import c_uint8
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,14 @@ class OracleMemory:
             made[layer] = LayerMemory(tensor, raw.swapaxes(1, 2))
         return cls(made, 0 if shape.latent else rank)
 
+    def follow(self) -> None:
+        """Look for the layers where their tensors lie now: a connector may have moved them to memory of its own."""
+        for name, layer in self._layers.items():
+            shape, strides = layer.place.shape, layer.place.strides
+            span = sum((count - 1) * step for count, step in zip(shape, strides, strict=True)) + layer.place.itemsize
+            moved = (c_uint8 * span).from_address(layer.given.data_ptr())
+            self._layers[name] = LayerMemory(layer.given, np.ndarray(shape, layer.place.dtype, moved, 0, strides))
+
     def write(self, block_ids: Sequence[int], start: int, digests: Digests, layer: str) -> None:
         """Write a forward pass's content of `layer` for the tokens from `start` on of a request with these blocks."""
         where = self._where(block_ids, start, len(digests), layer)
@@ -131,6 +140,11 @@ class OracleMemory:
         place = self._layers[layer].place
         place[target, windows:] = place[behind_it, windows:]
         place[target, : windows - behind] = place[source, behind:windows].copy()
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block of all layers."""
+        for layer in self._layers.values():
+            layer.place[target] = layer.place[source]
 
     def block_size(self, layer: str) -> int:
         """Slots of a block."""

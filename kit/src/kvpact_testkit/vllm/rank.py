@@ -103,6 +103,7 @@ class Rank:
             on_device = {name: OnDevice(tensor) if self.device else tensor for name, tensor in tensors.items()}
             runner = RUNNERS[settings.runner]
             self._runner = runner(self.connector, vllm_config, on_device, drafts=settings.draft_tokens > 0)
+        self.memory.follow()
 
     def new_memory(self) -> OracleMemory:
         """KV memory, all zeros."""
@@ -138,6 +139,8 @@ class Rank:
         with self.acting():
             if not self.mute:
                 self._runner.before_update(scheduler_output)
+            for copied in scheduler_output.kv_cache_block_copies or ():
+                self._on_device(partial(self.memory.copy_block, copied.src_block_id, copied.dst_block_id))
             self._update_states(scheduler_output, identities)
             if not (self.mute or scheduled):
                 return ModelRunnerOutput([], {}, kv_connector_output=self._runner.no_forward(scheduler_output))

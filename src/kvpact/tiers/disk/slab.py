@@ -21,16 +21,15 @@ import errno
 import mmap
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from kvpact.index.row_locks import close_in_children
 from kvpact.own_files import PRIVATE, UNABLE, Access, lost_from, sync_file, sync_folder
 from kvpact.tiers.base import HEADER_BYTES, BlockBuffer
 from kvpact.tiers.disk.file_lock import lock_file
@@ -299,25 +298,3 @@ def _open_direct(buffered: int, flags: int) -> int | None:
             os.close(descriptor)
             return None
     return descriptor
-
-
-class Closable(Protocol):
-    """Protocol: closeable."""
-
-    def close(self) -> None: ...
-
-
-_left_to_parent: weakref.WeakSet[Closable] = weakref.WeakSet()
-
-
-def close_in_children(held: Closable) -> None:
-    """Close `held` in every forked child, which would keep its lock after the parent was killed. `close` idempotent."""
-    _left_to_parent.add(held)
-
-
-def _let_go_in_child() -> None:
-    for held in list(_left_to_parent):
-        held.close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

@@ -102,14 +102,14 @@ class SlabContent:
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
         """Number of leading `keys` that are held; 0 while the table is read and its reader keeps the lock."""
-        return self._look(lambda: self.index.held_prefix(keys), 0)
+        return self.look(lambda: self.index.held_prefix(keys), 0)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """True for each of `keys` that is held; none while the table is read and its reader keeps the lock."""
-        return self._look(lambda: (self.index.held_slots(keys) >= 0).tolist(), [False] * len(keys))
+        return self.look(lambda: (self.index.held_slots(keys) >= 0).tolist(), [False] * len(keys))
 
-    def _look(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Answer of the index, or `otherwise` if the reader of the table has the lock for too long."""
+    def look(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Answer of the index, asked with its lock, or `otherwise` if the reader of the table keeps that too long."""
         if not self.lock.acquire(timeout=READER_WAIT_S if self.reading else -1):
             return otherwise
         try:

@@ -20,9 +20,10 @@ from typing import Final
 
 from kvpact.errors import TierError, printable
 from kvpact.identity.keys import Namespace
+from kvpact.index.row_locks import close_in_children
 from kvpact.own_files import OWN_FOLDER, PRIVATE, Access, NotOurs, OwnFolder, closing, open_own, replace_own
 from kvpact.tiers.disk.file_lock import is_locked, lock_file, unlock_file
-from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab, close_in_children
+from kvpact.tiers.disk.slab import SLAB_SUFFIX, Slab
 from kvpact.tiers.disk.superblock import Superblock
 from kvpact.tiers.free_space import Unremovable, warn_if_scarce
 

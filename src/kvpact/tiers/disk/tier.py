@@ -30,6 +30,7 @@ from kvpact.tiers.disk.own_slab import OwnSlab
 from kvpact.tiers.disk.reading import Reading
 from kvpact.tiers.disk.slab import Slab
 from kvpact.tiers.disk.slab_directory import ABSENT_S, LOCK_TIMEOUT_S, DirectoryBusy, NoRoomYet, Room, SlabDirectory
+from kvpact.tiers.disk.slab_events import SlabEvents
 from kvpact.tiers.disk.slab_opening import SlabOpener
 from kvpact.tiers.disk.superblock import PAGE_BYTES
 from kvpact.tiers.record import require_at_most
@@ -75,6 +76,8 @@ class DiskTier(Tier):
         self._directory = opener.directory
         self._slot_bytes = opener.slot_bytes
         self._accounts = Accounts(logger, "disk tier")
+        self.events = SlabEvents()
+        """Announcements of the own slab's blocks."""
         self.own = self._opened(slab) if slab is not None else None
         """Slab of this engine; None while there is no room for one."""
         self._doomed: set[BlockKey] = set()
@@ -276,7 +279,9 @@ class DiskTier(Tier):
     def _opened(self, slab: Slab) -> OwnSlab:
         """Take over an open slab, which is closed if that fails. Raises OSError."""
         try:
-            return OwnSlab(slab, self._directory, self._accounts)
+            own = OwnSlab(slab, self._directory, self._accounts)
+            self.events.use(own.content)
+            return own
         except BaseException:
             slab.close()
             raise

@@ -34,6 +34,11 @@ def moves_experts(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
 
 
+def publishes_events(vllm_config: Any) -> bool:
+    """True if the engine publishes KV events."""
+    return vllm_config.kv_events_config is not None and bool(vllm_config.kv_events_config.enable_kv_cache_events)
+
+
 def encoder_cache_size(vllm_config: Any) -> int:
     """Tokens of media that the encoder's cache can hold; 0 where vLLM does not report it."""
     return int(getattr(vllm_config.scheduler_config, "encoder_cache_size", None) or 0)

@@ -1,11 +1,11 @@
 """Blocks of state-space layers whose state can be kept: the one at a block's end, once a step has left it there.
 
-vLLM offers these blocks by name (`boundary_state_offloads`).
+vLLM offers these blocks by name (`boundary_state_offloads`), and may have given one to another request meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,12 @@ class StateBlocks:
     which block has the state at its end. Other groups than those of states are shown as they are.
     """
 
-    def __init__(self, groups: GroupSet | None, null_block: int) -> None:
+    def __init__(self, groups: GroupSet | None, null_block: int, is_named: Callable[[str, int, int], bool]) -> None:
+        """`is_named` (request, block, tokens): True if vLLM's block has the name of the request's first tokens."""
         members = enumerate(groups.groups) if groups is not None else ()
         self._sizes = {number: group.block_size for number, group in members if group.kind is GroupKind.STATE}
         self._null_block = null_block
+        self._is_named = is_named
         self._offered: dict[str, list[LooseBlock]] | None = None
         """While saving: request -> group, block of the group, vLLM's block."""
 
@@ -59,6 +61,6 @@ class StateBlocks:
         for request_id, states in (offered.boundary_state_offloads if offered is not None else {}).items():
             for number, block, tokens in states:
                 size = self._sizes[number]
-                if tokens and tokens % size == 0:
+                if tokens and tokens % size == 0 and self._is_named(request_id, block, tokens):
                     found.setdefault(request_id, []).append((number, tokens // size - 1, block))
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvpact.errors import ConfigError
 
 SERIES = ("0.30", "0.31", "0.32", "0.33")
-"""The last four minor releases. The tests drive the scheduler of each, and start engines of 0.30 and 0.32."""
+"""The last four minor releases. The tests drive the scheduler of each, and start engines of 0.30, 0.32 and 0.33."""
 
 LAST_COMMIT = "kvpact's commit b9a0c7b9 is the last one that serves 0.28 and 0.29"
 """Advice to users of a release that is too old."""

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, overload
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
 
 COUNTS_HELD_BLOCKS = any(
@@ -79,6 +79,11 @@ def evict_first_of_all(pool: Any, blocks: Iterable[Any]) -> None:
     for block in moved:
         queue.remove(block)
     queue.prepend_n(moved)
+
+
+def has_name(block: Any, block_hash: Any) -> bool:
+    """True if vLLM has published the block under this hash of tokens."""
+    return block.block_hash is not None and bool(get_block_hash(block.block_hash) == block_hash)
 
 
 def group_of(block_hash: Any) -> int:

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from typing import Any, Final
 
-from kvpact.vllm.compat.configuration import ranks_with_same_kv, runs_encoder_with_adapters
+from kvpact.vllm.compat.configuration import publishes_events, ranks_with_same_kv, runs_encoder_with_adapters
 from kvpact.vllm.compat.platforms import KVPACT_WORKER
 
 When = Callable[[Any, Any], bool]
@@ -31,6 +31,10 @@ def _has_several_groups(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 def _has_latents(vllm_config: Any, kv_cache_config: Any) -> bool:
     return ranks_with_same_kv(vllm_config, kv_cache_config) > 1
+
+
+def _publishes_events(vllm_config: Any, kv_cache_config: Any) -> bool:
+    return publishes_events(vllm_config)
 
 
 OF_GROUPS: Final = (_has_states, _has_several_groups, _has_latents)
@@ -110,6 +114,7 @@ USES: tuple[Use, ...] = (
         is_hook=True,
     ),
     Use(CONNECTOR, "get_required_kvcache_layout", without='kv_layout="blocks"', is_hook=True),
+    Use(CONNECTOR, "take_events(0)", without="KV events", when=_publishes_events),
     # What is inherited, and what is sent and returned.
     Use(CONNECTOR, "_get_connector_metadata _vllm_config _kv_transfer_config"),
     Use(
@@ -152,6 +157,11 @@ USES: tuple[Use, ...] = (
         "blocks null_block free_block_queue touch(1) free_blocks(1) evict_blocks(1)",
     ),
     Use("vllm.v1.core.kv_cache_utils:", "get_group_id(1)"),
+    Use("vllm.v1.core.kv_cache_utils:", "resolve_block_hashes(3) generate_block_hash_extra_keys(4)"),
+    Use("vllm.distributed.kv_events:", "BlockStored BlockRemoved"),
+    Use(MANAGER, "kv_cache_event_metadata", when=_publishes_events),
+    Use("vllm.v1.core.block_pool:BlockPool", "hash_block_size cached_block_hash_to_block", when=_publishes_events),
+    Use("vllm.v1.request:Request", "block_hashes", when=_publishes_events),
     Use("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id ref_cnt block_hash is_null"),
     Use(
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue",
@@ -170,7 +180,7 @@ USES: tuple[Use, ...] = (
     Use(
         "vllm.config:VllmConfig",
         "kv_transfer_config cache_config model_config parallel_config scheduler_config lora_config load_config "
-        "compilation_config speculative_config ec_transfer_config",
+        "compilation_config speculative_config ec_transfer_config kv_events_config",
     ),
     Use("vllm.config:KVTransferConfig", "kv_role kv_load_failure_policy kv_connector_extra_config engine_id"),
     Use("vllm.config:CacheConfig", "block_size cache_dtype enable_prefix_caching"),

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import PactViolation
 from kvpact.memory.arena import SlotClass
+from kvpact.memory.neighbour_slots import NeighbourSlots
 from kvpact.worker.paged import PagedKV
 
 Job: TypeAlias = LoadJob | SaveJob
@@ -107,6 +108,9 @@ class TransferEngine(Protocol):
 
     def submit_all(self) -> None:
         """Begin all waiting copies, as nothing is computed now."""
+
+    def use_neighbours(self, memory: Mapping[int, NeighbourSlots]) -> None:
+        """Loads come from these engines' slots, too, by their numbers, and from no other one's any more."""
 
     def rebind(self, paged: PagedKV) -> None:
         """Use pages that came back here, perhaps at the same addresses, with as many bytes a block in each layer. No

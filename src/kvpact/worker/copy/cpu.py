@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpact.contract import SaveJob
+from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import PactViolation
 from kvpact.index.classed_slots import MAX_PLACES
 from kvpact.index.slot_space import EXTENT_SHIFT
 from kvpact.memory.arena import ArenaSegment, SlotClass
 from kvpact.memory.layout import PAGE_BYTES
+from kvpact.memory.neighbour_slots import NeighbourSlots
 from kvpact.threads import start_background
 from kvpact.worker.copy.base import Job, group_classes, require_cache_group
 from kvpact.worker.paged import Bytes, CopyPlan, PagedKV
@@ -33,7 +35,7 @@ class Slots:
     Where classes share extents a row begins at every page of the segment, and a slot takes several of them.
     """
 
-    def __init__(self, segment: ArenaSegment, slot_class: SlotClass) -> None:
+    def __init__(self, segment: ArenaSegment | NeighbourSlots, slot_class: SlotClass) -> None:
         size = slot_class.slot_bytes
         self.slot_class = slot_class
         memory = np.frombuffer(segment.memory[slot_class.offset : slot_class.end], np.uint8)
@@ -75,7 +77,9 @@ class PageCopier:
     Each KV cache group has slots of its size's class, or of the only one; plans count them from the class's first one.
     """
 
-    def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass]) -> None:
+    def __init__(
+        self, paged: PagedKV, segment: ArenaSegment | NeighbourSlots, slot_classes: Sequence[SlotClass]
+    ) -> None:
         each = group_classes(paged, slot_classes)
         of_class = {one: Slots(segment, one) for one in each}
         self._num_blocks = paged.num_blocks
@@ -184,6 +188,8 @@ class CpuTransferEngine:
     def __init__(self, paged: PagedKV, segment: ArenaSegment, slot_classes: Sequence[SlotClass], rank: int) -> None:
         self._segment = segment
         self._slot_classes = slot_classes
+        self._others: dict[int, tuple[NeighbourSlots, PageCopier]] = {}
+        """Memory of other engines, by number, each with its copier; replaced whole."""
         self.rebind(paged)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
@@ -217,8 +223,20 @@ class CpuTransferEngine:
 
     submit_all = submit_some
 
+    def use_neighbours(self, memory: Mapping[int, NeighbourSlots]) -> None:
+        """Copy from these engines' slots, too; see `TransferEngine`."""
+        known = self._others
+        self._others = {
+            number: known[number] if number in known else (slots, PageCopier(self._paged, slots, slots.classes))
+            for number, slots in memory.items()
+        }
+
     def rebind(self, paged: PagedKV) -> None:
         """Take the layout of other pages; no copy may be under way."""
+        self._paged = paged
+        memory = {number: slots for number, (slots, _) in self._others.items()}
+        self._others = {}
+        self.use_neighbours(memory)
         self.groups = paged.groups
         self._cache_groups = [paged.cache_group_of(group.start) for group in paged.groups]
         """KV cache group of each of `groups`."""
@@ -255,7 +273,7 @@ class CpuTransferEngine:
             if transfer.queue is self._urgent:
                 self._load_urgent()
             else:
-                self._advance(transfer, self.copier.scatter, self._load_urgent)
+                self._advance(transfer, partial(self._scatter, transfer.job), self._load_urgent)
 
     def _run_saves(self) -> None:
         while (transfer := self._next(self._saves)) is not None:
@@ -295,7 +313,7 @@ class CpuTransferEngine:
                 if transfer.cancelled or transfer.error is not None or transfer.job.group_id != cache_group:
                     continue
                 try:
-                    self.copier.scatter(group, plans[transfer])
+                    self._scatter(transfer.job, group, plans[transfer])
                 except Exception as error:
                     transfer.error = error
             if group < len(self.groups) - 1:  # the last one arrives with the end
@@ -308,6 +326,20 @@ class CpuTransferEngine:
                 if not transfer.cancelled and transfer.error is None:
                     transfer.position = len(transfer.job.slots)
                 transfer.end(())
+
+    def _scatter(self, job: Job, group: int, plan: CopyPlan) -> None:
+        """Copy slots into pages. Raises PactViolation if they are not there, or are another engine's and not to be used
+        by now."""
+        if not isinstance(job, LoadJob) or not job.neighbour:
+            self.copier.scatter(group, plan)
+            return
+        found = self._others.get(job.neighbour)
+        if found is None:
+            raise PactViolation(f"the memory of engine {job.neighbour} of this host is not mapped")
+        slots, copier = found
+        copier.scatter(group, plan)
+        if slots.is_refused:
+            raise PactViolation(f"engine {job.neighbour} of this host lets nobody use its blocks any more")
 
     def _let_loads_pass(self) -> None:
         """Block the save thread while a synchronous load needs the memory bus."""

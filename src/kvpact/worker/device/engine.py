@@ -11,13 +11,14 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvpact.contract import LoadJob, SaveJob
 from kvpact.errors import PactViolation
 from kvpact.memory.arena import ArenaSegment
+from kvpact.memory.neighbour_slots import NeighbourSlots
 from kvpact.worker.copy.base import Job
 from kvpact.worker.device.base import MAX_BATCH_ENTRIES, Addresses, Device, Event, Stream
 from kvpact.worker.device.entries import Indexes, JobRuns
@@ -176,6 +177,9 @@ class DeviceTransferEngine:
         self._submit_up_to(self._loads, None, self._with_least_left)
         self._submit_up_to(self._saves, None)
 
+    def use_neighbours(self, memory: Mapping[int, NeighbourSlots]) -> None:
+        """See `TransferEngine`. Not built yet: the scheduler's half orders no such loads on devices."""
+
     def rebind(self, paged: PagedKV) -> None:
         """See `TransferEngine`. Slots stay pinned."""
         self._runs.rebind(paged)
@@ -216,6 +220,8 @@ class DeviceTransferEngine:
             return transfer
         transfer.fence = fence
         try:
+            if isinstance(job, LoadJob) and job.neighbour:
+                raise PactViolation(f"the memory of engine {job.neighbour} of this host cannot be copied to a device")
             transfer.places = self._runs.places(job)
         except PactViolation as error:
             transfer.fail(error)

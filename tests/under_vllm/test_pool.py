@@ -1,0 +1,76 @@
+"""Played engines of one host meet where their configuration lets them, and leave when their memory may not be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
+
+from kvpact.memory.arena import Standing
+from kvpact.pool.neighbours import OtherEngine
+from polling import until
+from vllm_played_engine import PlayedEngine, make_prompt
+
+
+@pytest.fixture
+def start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., PlayedEngine]]:
+    """Starts engines."""
+    caplog.set_level(logging.DEBUG, "kvpact")
+    with ExitStack() as engines:
+
+        def begin(name: str, **settings: Any) -> PlayedEngine:
+            engine = PlayedEngine(tmp_path / name, **{"pool": "host", **settings})
+            engines.callback(engine.close)
+            return engine
+
+        yield begin
+
+
+def met(engine: PlayedEngine) -> tuple[OtherEngine, ...]:
+    """The neighbours of an engine."""
+    neighbours = engine.cache.neighbours
+    return neighbours.current() if neighbours is not None else ()
+
+
+def test_engines_meet_unless_one_has_its_memory_for_itself(
+    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = start("first")
+    second = start("second", memory="8MiB")
+    until(lambda: (len(met(first)), len(met(second))) == (1, 1))
+    start("third", pool="engine")
+    fourth = start("fourth")
+    until(lambda: (len(met(first)), len(met(second)), len(met(fourth))) == (2, 2, 2))
+    until(lambda: caplog.text.count("kvpact: pool: 2 neighbours, 16MiB in all") == 3)
+    fourth.close()
+    until(lambda: (len(met(first)), len(met(second))) == (1, 1))
+
+
+def test_engines_with_other_weights_or_blocks_do_not_meet(
+    start: Callable[..., PlayedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [start("first"), start("weights", model_id="another"), start("blocks", block_size=32)]
+    until(lambda: caplog.text.count("it has other weights") >= 2 <= caplog.text.count("has other blocks"))
+    assert [met(engine) for engine in engines] == [()] * 3
+
+
+def test_an_engine_meets_anew_after_a_reset_and_nobody_after_a_wrong_copy(start: Callable[..., PlayedEngine]) -> None:
+    first, second = start("first"), start("second")
+    until(lambda: (len(met(first)), len(met(second))) == (1, 1))
+    (before,) = met(second)
+    first.connector.reset_cache()
+    assert before.index.is_refused
+    until(lambda: before.gone and len(met(second)) == 1)
+    (anew,) = met(second)
+    assert not anew.index.is_refused
+    (segment,) = first.cache.tiers.arena.segments
+    segment.standing = Standing.REFUTED
+    first.generate(make_prompt(1, 3))
+    until(lambda: anew.index.is_refused)
+    until(lambda: (len(met(first)), len(met(second))) == (0, 0))
