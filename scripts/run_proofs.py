@@ -1,8 +1,8 @@
 """The heavy proofs, `pytest -m proof`: python scripts/run_proofs.py [ARGUMENTS FOR PYTEST]
 
 Two lanes take them file by file, each with a core of its own for its engines; then come those that need both cores. A
-busy machine must not refuse good work, so a proof that failed is run once more, alone in a pytest of its own, and
-counts as failed only if it fails again. All runs are printed, and at the end what counts, in pytest's form.
+busy machine must not refuse good work, so the proofs of a file that failed are run once more, with nothing beside them,
+and those count as failed that fail again. All runs are printed, and at the end what counts, in pytest's form.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from closing_line import closing_line, good, shown
@@ -52,19 +53,30 @@ def run_twice(directory: Path, *arguments: str) -> Counter[str]:
     counts = closing[0] if closing else Counter[str]()
     if code == SOME_FAILED:
         counts["failed"] = counts["error"] = 0
-        for proof in failed(directory / "cache"):
-            print(f"\nonce more, alone: {proof}", flush=True)
-            code, closing = run_pytest(directory / "again", "-m", "proof", proof)
-            counts["passed" if code == 0 and closing else "failed"] += 1
+        for proofs in by_file(failed(directory / "cache")):
+            print(f"\nonce more, alone: {' '.join(proofs)}", flush=True)
+            code, closing = run_pytest(directory / "again", "-m", "proof", *proofs)
+            if code == SOME_FAILED and closing:
+                again = failed(directory / "again")
+            else:
+                again = proofs if code else []
+            counts["failed"] += len(set(proofs).intersection(again))
+            counts["passed"] += len(set(proofs).difference(again))
     return counts
 
 
-def failed(cache: Path) -> Iterator[str]:
-    """The names of the proofs that failed in the run with this cache; more than none, as some did."""
-    names = json.loads((cache / "v/cache/lastfailed").read_text())
+def failed(cache: Path) -> list[str]:
+    """The names of the proofs that failed in the runs with this cache."""
+    names: list[str] = sorted(json.loads((cache / "v/cache/lastfailed").read_text()))
     if not names:
         raise Unjudged("pytest says that a proof failed, but not which")
-    yield from names
+    return names
+
+
+def by_file(proofs: list[str]) -> Iterator[list[str]]:
+    """The names, sorted, file by file."""
+    for _, found in groupby(proofs, key=lambda name: name.partition("::")[0]):
+        yield list(found)
 
 
 def main(arguments: list[str]) -> int:
