@@ -104,7 +104,7 @@ def test_a_proof_that_fails_once_passes_and_both_runs_are_printed(tmp_path: Path
 def test_a_proof_that_fails_twice_fails(tmp_path: Path, bad: str) -> None:
     code, lines = run_proofs(tmp_path, GOOD, FAILS_ONCE, bad)
     assert code == 1
-    assert lines[-1].startswith("1 failed, 3 passed")
+    assert lines[-1].startswith("1 failed, ")
     assert sum(line.startswith("once more, alone:") for line in lines) == 1, "those of one file in one run"
 
 
