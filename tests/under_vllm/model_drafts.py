@@ -29,7 +29,7 @@ STATES = {
 }
 EXPERTS = {
     "num_experts": 2,
-    "num_experts_per_tok": 1,
+    "num_experts_per_tok": 2,  # all: where one is chosen, a rounding chooses the other
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }

@@ -154,11 +154,13 @@ class Served:
     preemptions: float
 
 
-def start(model: Path, folder: Path, *tiers: str, held: bool = False, **arguments: Any) -> DraftedEngine:
+def start(model: Path, folder: Path, *tiers: str, prepare_deadline: str = "2s", **arguments: Any) -> DraftedEngine:
     """An engine with kvpact in memory and these tiers."""
     folder.mkdir()
-    transfer = kvpact_transfer_config(memory="256MiB", tiers=list(tiers), stats_file=str(folder / "stats.json"))
-    return DraftedEngine(model, folder / "log", transfer, held=held, **arguments)
+    stats = str(folder / "stats.json")
+    options: dict[str, Any] = {"memory": "256MiB", "tiers": list(tiers), "stats_file": stats}
+    transfer = kvpact_transfer_config(**options, prepare_deadline=prepare_deadline)
+    return DraftedEngine(model, folder / "log", transfer, **arguments)
 
 
 def ask_kvpact(engine: DraftedEngine, asks: Sequence[Ask], *, shortest_first: bool) -> tuple[list[Output], float]:
@@ -191,7 +193,8 @@ def served(model: Path, plain: Plain, tmp_path_factory: pytest.TempPathFactory) 
     with ExitStack() as started:
         server = started.enter_context(redis_server(folder / "redis"))
         disk, redis = f"disk://{folder}/slabs?capacity=256MiB", f"redis://{server.address}/0?timeout=20s"
-        first = start(model, folder / "first", disk, redis)
+        # a prompt whose answer from Redis comes first would be computed first: other batches, other last bits
+        first = start(model, folder / "first", disk, redis, prepare_deadline="0s")
         started.callback(first.discard)
         first.wait_ready()
         texts = grow(first, PROMPTS, MAX_TOKENS)
