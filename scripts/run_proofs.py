@@ -56,10 +56,11 @@ def run_twice(directory: Path, *arguments: str) -> Counter[str]:
         for proofs in by_file(failed(directory / "cache")):
             print(f"\nonce more, alone: {' '.join(proofs)}", flush=True)
             code, closing = run_pytest(directory / "again", "-m", "proof", *proofs)
+            again: list[str] = []
             if code == SOME_FAILED and closing:
                 again = failed(directory / "again")
-            else:
-                again = proofs if code else []
+            elif code:
+                again = proofs
             counts["failed"] += len(set(proofs).intersection(again))
             counts["passed"] += len(set(proofs).difference(again))
     return counts
