@@ -10,11 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from step_connector import StepConnector
+from step_connector import Bystander, StepConnector
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from kvpact_testkit.vllm.engine import VllmEngine
-from kvpact_testkit.vllm.harness import BLOCK, ConnectorUnderTest, Harness, ScenarioOver, prompt
+from kvpact_testkit.vllm.harness import (
+    BLOCK,
+    ConnectorUnderTest,
+    Harness,
+    ScenarioOver,
+    named,
+    prompt,
+    under_multi_connector,
+)
 
 SCHEDULER = "kvpact.vllm.scheduler.pact_scheduler"
 
@@ -27,6 +35,15 @@ class OnPlayedRanks(StepConnector):
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to say."""
+
+
+COMPANIES = {
+    "alone": None,
+    "first of two": under_multi_connector(named(OnPlayedRanks), named(Bystander)),
+    "second of two": under_multi_connector(named(Bystander), named(OnPlayedRanks)),
+    "both of two": under_multi_connector(named(OnPlayedRanks), named(OnPlayedRanks)),
+}
+"""Where a connector with the hook can be: `KVTransferConfig`'s fields, None for the connector itself."""
 
 
 class HookedEngine:
@@ -82,11 +99,11 @@ class HookedEngine:
 
 
 @contextmanager
-def hooked_engine(**settings: Any) -> Iterator[HookedEngine]:
+def hooked_engine(company: str = "alone", **settings: Any) -> Iterator[HookedEngine]:
     """An engine that has computed `STORED` and forgotten it; at its end all rules of the driver are judged."""
     harness = Harness(ConnectorUnderTest(__name__, OnPlayedRanks.__name__, {}, scheduler=SCHEDULER))
     try:
-        with harness.engine(**settings) as engine:
+        with harness.engine(COMPANIES[company], **settings) as engine:
             hooked = HookedEngine(engine)
             harness.store(engine, STORED)
             assert not hooked.counted.hits, "nothing was held"

@@ -2,7 +2,7 @@
 
 `StepConnector` finds blocks when the step begins, in each worker's own memory; its scheduler half never promises
 anything. The environment variable STEP_CONTROL names a directory: the file `faults` in it holds words that change what
-it does, `said` gets one line of JSON for each thing that happened.
+it does, `said` gets one line of JSON for each thing that happened. `Bystander` has no hook.
 """
 
 from __future__ import annotations
@@ -138,3 +138,12 @@ class StepConnector(SimpleConnector):
         from vllm.distributed.parallel_state import get_tp_group
 
         return int(get_tp_group().rank_in_group)
+
+
+class Bystander(SimpleConnector):
+    """A connector without the hook, which saves and never promises anything."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Nothing."""
+        self.asked[request.request_id] = num_computed_tokens
+        return 0, False

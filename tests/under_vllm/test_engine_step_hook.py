@@ -213,6 +213,23 @@ def test_h70_hits_are_told_and_counted_and_after_a_preemption_apart(play: Callab
     assert seen.answers[0] == seen.answers[1], "the hits are right"
 
 
+def test_inside_multi_connector_the_one_with_the_hook_is_asked_and_its_hits_are_counted_once(
+    play: Callable[..., Seen],
+) -> None:
+    here: dict[str, Any] = {"kv_connector_module_path": "step_connector", "kv_role": "kv_both"}
+    connectors = [{**here, "kv_connector": "Bystander"}, {**here, "kv_connector": "StepConnector"}]
+    extra = {"connectors": connectors}
+    seen = play(
+        kv_transfer_config={"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    )
+    assert seen.told == [0, 3 * BLOCK, 3 * BLOCK]
+    assert seen.hits == 2 * 3 * BLOCK
+    assert seen.hits_by_source == {"external_unspecified": seen.hits}
+    assert seen.hits_again == (3 + 12) * BLOCK, "of the two requests that were preempted"
+    assert seen.wanted - seen.computed == seen.hits + seen.hits_again
+    assert seen.answers[0] == seen.answers[1], "the hits are right"
+
+
 def test_on_vllms_own_scheduler_hits_are_neither_told_nor_counted(play: Callable[..., Seen]) -> None:
     """As docs/internals/worker-hook.md says: the connector would have to count them itself."""
     seen = play(scheduler_cls=None)

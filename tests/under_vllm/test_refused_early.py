@@ -117,6 +117,14 @@ def test_h48_beside_a_connector_that_stores_at_once_no_step_waits_and_one_line_s
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("budget", ["1MiB", 0])
+def test_h48_beside_a_connector_that_stores_at_once_no_match_is_made_at_a_step(budget: Any) -> None:
+    ours = WAITS | {"kv_connector_extra_config": {"match_at": "step", "sync_load_budget": budget}}
+    with pytest.raises(ValueError, match='match_at="step" makes steps wait for loads, and ExampleConnector may store'):
+        make_vllm_config(EngineSettings(), under_multi_connector(ours, EXAMPLE))
+
+
+@pytest.mark.usefixtures("registered")
 def test_wrong_settings_inside_multi_connector_are_refused_as_early() -> None:
     wrong = WAITS | {"kv_connector_extra_config": {"memroy": "1GiB"}}
     with pytest.raises(ValueError, match='kvpact: unknown key "memroy"'):

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 import step_connector
-from hooked_engine import BLOCK, STORED, HookedEngine, hooked_engine, prompt
+from hooked_engine import BLOCK, COMPANIES, STORED, HookedEngine, hooked_engine, prompt
 
 import kvpact
 from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release
@@ -49,6 +49,21 @@ def test_h70_what_the_step_skipped_is_told_and_counted(
         assert hooked.counted.queries == len(STORED) + len(STORED) + 2
         hooked.assert_counts_are_true()
     assert said().count('"hits"') == parts, "the connector's own report reaches its other half as ever"
+
+
+@OVERLAP
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("company", [company for company in COMPANIES if company != "alone"])
+def test_h70_inside_multi_connector_what_the_step_skipped_is_told_and_counted_once(
+    company: str, ranks: int, overlap: bool, said: Callable[[], str]
+) -> None:
+    with hooked_engine(company, overlap=overlap, ranks=ranks) as hooked:
+        hooked.engine.add("again", [*STORED, 1, 2])
+        assert hooked.engine.finish()
+        assert hooked.told["again"].num_external_cached_tokens == hooked.counted.hits == len(STORED)
+        hooked.assert_counts_are_true()
+    assert said().count('"bound"') == ranks * (2 if company == "both of two" else 1)
+    assert said().count('"hits"') == 1, "the connector that supplied them tells its other half"
 
 
 @OVERLAP
@@ -109,9 +124,11 @@ def play(hooked: HookedEngine, seed: int) -> None:
 
 
 @OVERLAP
-@pytest.mark.parametrize("seed", range(2))
-def test_h70_hits_are_what_was_not_computed_whoever_is_preempted_and_whoever_leaves(overlap: bool, seed: int) -> None:
-    with hooked_engine(overlap=overlap, num_blocks=25, token_budget=96) as hooked:
+@pytest.mark.parametrize(("seed", "company"), [(0, "alone"), (1, "alone"), (2, "second of two"), (3, "both of two")])
+def test_h70_hits_are_what_was_not_computed_whoever_is_preempted_and_whoever_leaves(
+    overlap: bool, seed: int, company: str
+) -> None:
+    with hooked_engine(company, overlap=overlap, num_blocks=25, token_budget=96) as hooked:
         play(hooked, seed)
         assert hooked.engine.observed.preemptions > 0
         assert hooked.counted.hits > 0 < hooked.counted.preempted_hits, "the scene is too easy"

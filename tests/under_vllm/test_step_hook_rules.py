@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import SchedulerConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -30,7 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.vllm import worker as worker_module
 from kvpact.vllm.scheduler import KvpactAsyncScheduler, KvpactScheduler, counts_step_hits
-from kvpact.vllm.step_hook import Candidates, StepHook, apply_external_hits, split_report
+from kvpact.vllm.step_hook import Candidates, StepHook, apply_external_hits, hook_of, split_report
 from kvpact.vllm.worker import KvpactWorker, base_worker, bind_step_hook, is_second_runner
 from kvpact_testkit.vllm.releases import RELEASES, fetch_release, installed_release
 from kvpact_testkit.vllm.simple_connector import Saved
@@ -96,6 +100,18 @@ def hook(hits: Any, **settings: Any) -> tuple[StepHook, Fixed]:
     """A hook over a fixed mapping."""
     connector = Fixed(hits)
     return StepHook(connector, **{"new_requests_only": False, "minimum": None, **settings}), connector
+
+
+class Several:
+    """A MultiConnector, as far as the hook sees it."""
+
+    def __init__(self, *connectors: object) -> None:
+        self._connectors = list(connectors)
+
+
+def inside(*metadata: object) -> Any:
+    """What a scheduler's half sends to the connectors inside a MultiConnector."""
+    return MultiKVConnectorMetadata(metadata=cast(Any, metadata))
 
 
 # The scheduler's output
@@ -276,6 +292,68 @@ def test_diffusion_models_have_vllms_own_scheduler_which_counts_nothing() -> Non
     scheduling = SchedulerConfig(max_model_len=64, is_encoder_decoder=False, scheduler_cls=named)
     assert counts_step_hits(SimpleNamespace(scheduler_config=scheduling))
     assert not counts_step_hits(SimpleNamespace(scheduler_config=scheduling, diffusion_config=object()))
+
+
+# Connectors inside MultiConnector
+
+some_hits = st.dictionaries(st.sampled_from("rst"), st.integers(-1, 50), max_size=3)
+
+
+@given(st.lists(st.one_of(st.none(), some_hits), min_size=1, max_size=4), st.integers(1, 50))
+def test_inside_multi_connector_the_first_that_has_tokens_supplies_them(
+    found: list[dict[str, int] | None], other_rank: int
+) -> None:
+    """None stands for a connector without the hook. On the other rank each request has a fixed number."""
+    connectors = [object() if hits is None else Fixed(hits) for hits in found]
+    hooked = [one for one in connectors if isinstance(one, Fixed)]
+    if not hooked:
+        assert hook_of(Several(*connectors)) is None
+        return
+    asks = StepHook(
+        Several(*connectors),
+        new_requests_only=False,
+        minimum=lambda mine: [min(number, other_rank) for number in mine],
+    )
+    output = step([new(name) for name in "rst"], dict.fromkeys("rst", 40), kv_connector_metadata=inside(*range(4)))
+    left = asks.apply(output)
+    for name in "rst":
+        having = [one for one in hooked if one.hits.get(name, 0) > 0]
+        skipped = min(having[0].hits[name], other_rank, 39) if having else 0
+        assert left.num_scheduled_tokens[name] == 40 - skipped
+        for one in hooked:
+            assert one.applied[-1].get(name, 0) == (skipped if [one] == having[:1] else 0)
+    assert [one.asked[0].kv_connector_metadata for one in hooked] == [
+        number for number, one in enumerate(connectors) if isinstance(one, Fixed)
+    ], "each is asked once, with metadata of its own"
+
+
+def test_h13_inside_multi_connector_a_hook_that_fails_costs_its_own_hits(caplog: pytest.LogCaptureFixture) -> None:
+    fails, serves = Fixed(RuntimeError("injected")), Fixed({"r": 7})
+    asks = StepHook(Several(fails, serves), new_requests_only=False, minimum=None)
+    output = step([new("r")], {"r": 40}, kv_connector_metadata=inside(None, None))
+    assert [asks.apply(output).num_scheduled_tokens["r"] for _ in range(2)] == [33, 33]
+    assert (fails.applied, serves.applied) == ([{}] * 2, [{"r": 7}] * 2)
+    assert caplog.text.count("before_update_states failed") == 1
+
+
+def test_inside_a_multi_connector_that_is_inside_another_each_is_asked_with_its_metadata() -> None:
+    first, second = Fixed({"r": 3}), Fixed({"s": 4})
+    both = Several(object(), Several(first, second))
+    asks = StepHook(both, new_requests_only=False, minimum=None)
+    output = step([new("r"), new("s")], {"r": 9, "s": 9}, kv_connector_metadata=inside("none", inside("1", "2")))
+    assert asks.apply(output).num_scheduled_tokens == {"r": 6, "s": 5}
+    assert [one.asked[0].kv_connector_metadata for one in (first, second)] == ["1", "2"]
+    assert (first.applied, second.applied) == ([{"r": 3}], [{"s": 4}])
+
+
+def test_inside_multi_connector_ranks_agree_by_themselves_only_where_all_do() -> None:
+    agrees, asks = Fixed({}), Fixed({})
+    agrees.hits_agree_over_ranks = True  # type: ignore[attr-defined]
+    for connectors, collectives in (((agrees,), 0), ((agrees, asks), 1)):
+        minimum = Mock(side_effect=list)
+        several = StepHook(Several(*connectors), new_requests_only=False, minimum=minimum)
+        several.apply(step([new("r")], {"r": 40}, kv_connector_metadata=inside(None, None)))
+        assert minimum.call_count == collectives
 
 
 # Who may be served

@@ -42,8 +42,11 @@ FALLS_WITHOUT: Final = {
 """Option of `OUR_CLASSES` -> what an engine without that class does not keep."""
 
 NO_STEP_HOOK: Final = (
-    'match_at="step" needs a worker that asks when a step begins: add '
-    "--worker-cls kvpact.vllm.worker.KvpactWorker (MultiConnector does not pass the question on)"
+    'match_at="step" needs a worker that asks when a step begins: add --worker-cls kvpact.vllm.worker.KvpactWorker'
+)
+NO_STEP_BESIDE: Final = (
+    'match_at="step" makes steps wait for loads, and {} may store what a step computes before vLLM learns that a load '
+    'failed: set match_at to "schedule", or name PactConnector alone'
 )
 NO_RESTARTS: Final = (
     "{} needs a scheduler that begins requests again whose blocks turn out wrong: add --scheduler-cls "
@@ -97,13 +100,18 @@ def let_no_step_wait(settings: Mapping[str, Any]) -> None:
     """Make kvpact's loads asynchronous beside other connectors in MultiConnector's settings, with one line.
 
     They store computed blocks at once, and the report of a failed load reaches vLLM after the step that relied on the
-    load (H48).
+    load (H48). Raises ConfigError for match_at "step", whose steps all wait.
     """
     company = list(_inside(settings))
     if others := sorted({one["kv_connector"] for one in company} - {"MultiConnector", "PactConnector"}):
         for one in company:
+            if one["kv_connector"] != "PactConnector":
+                continue
             ours = one.get("kv_connector_extra_config") or {}
-            if one["kv_connector"] == "PactConnector" and load_config(ours, os.environ).sync_load_budget:
+            config = load_config(ours, os.environ)
+            if config.match_at == "step":
+                raise ConfigError(NO_STEP_BESIDE.format(", ".join(others)))
+            if config.sync_load_budget:
                 one["kv_connector_extra_config"] = {**ours, "sync_load_budget": 0}
                 log_like_vllm()
                 logger.warning(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kvpact.errors import PactViolation
-from kvpact.vllm.compat.objects import collects_outputs, replays
+from kvpact.vllm.compat.objects import collects_outputs, connectors_inside, replays
 
 logger = logging.getLogger(__name__)
 
@@ -145,20 +145,104 @@ def split_report(model_output: Any) -> Hits:
     return both.hits
 
 
-class StepHook:
-    """Asks one rank's connector in each step. `minimum` is None for a single rank."""
+class ConnectorHook:
+    """The hook of one connector. A mistake in its answer costs its hits, never the engine (H13)."""
 
-    def __init__(self, connector: StepHookConnector, *, new_requests_only: bool, minimum: Minimum | None) -> None:
+    def __init__(self, connector: StepHookConnector) -> None:
         self._connector = connector
-        self._candidates = Candidates(new_requests_only=new_requests_only)
-        self._minimum = None if getattr(connector, "hits_agree_over_ranks", False) else minimum
-        self._applied = getattr(connector, "external_hits_applied", None)
+        self.agrees_over_ranks = bool(getattr(connector, "hits_agree_over_ranks", False))
+        self._applied: Callable[[Hits], None] | None = getattr(connector, "external_hits_applied", None)
         self._failed = False
+
+    def bound(self) -> list[str]:
+        """Tell the connector that it will be asked; returns its name."""
+        tell = getattr(self._connector, "step_hook_bound", None)
+        if tell is not None:
+            tell()
+        return [type(self._connector).__name__]
+
+    def ask(self, scheduler_output: Any) -> Hits:
+        """The tokens that the connector can supply in this step."""
+        try:
+            return {str(name): int(hit) for name, hit in self._connector.before_update_states(scheduler_output).items()}
+        except Exception:
+            if not self._failed:
+                logger.exception("kvpact: before_update_states failed; such steps are computed whole (logged once)")
+            self._failed = True
+            return {}
+
+    def applied(self, hits: Hits) -> None:
+        """Pass on the tokens that the step skips."""
+        if self._applied is not None:
+            self._applied(hits)
+
+
+class HooksInside:
+    """The hooks of the connectors inside a MultiConnector, each asked with metadata of its own.
+
+    The first connector that has tokens for a request supplies them. Another may do so on another rank: each can supply
+    the minimum.
+    """
+
+    def __init__(self, hooks: Mapping[int, ConnectorHook | HooksInside]) -> None:
+        self._hooks = hooks
+        self.agrees_over_ranks: bool = all(hook.agrees_over_ranks for hook in hooks.values())
+        self._suppliers: dict[str, int] = {}
+
+    def bound(self) -> list[str]:
+        """Tell the connectors that they will be asked; returns their names."""
+        return [name for hook in self._hooks.values() for name in hook.bound()]
+
+    def ask(self, scheduler_output: Any) -> Hits:
+        """The tokens that the connectors can supply in this step."""
+        inside = scheduler_output.kv_connector_metadata.metadata
+        self._suppliers = {}
+        found: dict[str, int] = {}
+        for number, hook in self._hooks.items():
+            for name, hit in hook.ask(replace(scheduler_output, kv_connector_metadata=inside[number])).items():
+                if hit > 0 and name not in found:
+                    found[name] = hit
+                    self._suppliers[name] = number
+        return found
+
+    def applied(self, hits: Hits) -> None:
+        """Pass on to each connector the skipped tokens that it supplies."""
+        for number, hook in self._hooks.items():
+            hook.applied({name: hit for name, hit in hits.items() if self._suppliers[name] == number})
+
+
+def hook_of(connector: Any) -> ConnectorHook | HooksInside | None:
+    """The hook of a connector or of those inside it; None if none has one."""
+    if getattr(connector, "before_update_states", None) is not None:
+        return ConnectorHook(connector)
+    hooks = {number: hook_of(one) for number, one in enumerate(connectors_inside(connector))}
+    hooked = {number: hook for number, hook in hooks.items() if hook is not None}
+    return HooksInside(hooked) if hooked else None
+
+
+class StepHook:
+    """Asks one rank's connector in each step, or those inside it. `minimum` is None for a single rank.
+
+    Raises PactViolation if none of them has the hook.
+    """
+
+    def __init__(self, connector: Any, *, new_requests_only: bool, minimum: Minimum | None) -> None:
+        hook = hook_of(connector)
+        if hook is None:
+            raise PactViolation(f"{type(connector).__name__} has no before_update_states")
+        self._connector = connector
+        self._hook = hook
+        self._candidates = Candidates(new_requests_only=new_requests_only)
+        self._minimum = None if hook.agrees_over_ranks else minimum
         self._hits: Hits = {}
 
+    def bound(self) -> list[str]:
+        """Tell the connectors that they will be asked; returns their names."""
+        return self._hook.bound()
+
     def report_hits(self) -> None:
-        """Add each step's skipped tokens to the connector's reports to the scheduler's process."""
-        connector: Any = self._connector
+        """Add each step's skipped tokens to the reports of the rank's connector to the scheduler's process."""
+        connector = self._connector
         build = connector.build_connector_worker_meta
 
         def build_with_hits() -> Any:
@@ -172,21 +256,10 @@ class StepHook:
     def apply(self, scheduler_output: Any) -> Any:
         """The step that is left to compute: the given output itself if nothing is skipped."""
         most = self._candidates.of_step(scheduler_output)
-        found = self._ask(scheduler_output)
+        found = self._hook.ask(scheduler_output)
         numbers: Sequence[int] = [min(max(0, found.get(name, 0)), limit) for name, limit in most.items()]
         if self._minimum is not None and numbers:
             numbers = self._minimum(numbers)  # also after an exception: a rank without it would stop all others (H43)
         self._hits = hits = {name: number for name, number in zip(most, numbers, strict=True) if number}
-        if self._applied is not None:
-            self._applied(hits)
+        self._hook.applied(hits)
         return apply_external_hits(scheduler_output, hits)
-
-    def _ask(self, scheduler_output: Any) -> Hits:
-        """A mistake of the connector costs its hits, never the engine (H13)."""
-        try:
-            return {str(name): int(hit) for name, hit in self._connector.before_update_states(scheduler_output).items()}
-        except Exception:
-            if not self._failed:
-                logger.exception("kvpact: before_update_states failed; such steps are computed whole (logged once)")
-            self._failed = True
-            return {}

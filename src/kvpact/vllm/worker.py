@@ -22,7 +22,7 @@ from kvpact.vllm.compat.objects import adapter_manager, connectors_of
 from kvpact.vllm.compat.platforms import base_worker
 from kvpact.vllm.compat.releases import refuse_unread
 from kvpact.vllm.model_watch import ModelWatch, extension_methods
-from kvpact.vllm.step_hook import Minimum, StepHook
+from kvpact.vllm.step_hook import Minimum, StepHook, hook_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,12 @@ SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 
 
 def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHook | None:
-    """The hook of this worker's connector; None if it has none, and then nothing changes.
+    """The hook of this worker's connector, or of those inside MultiConnector; None if there is none, and then nothing
+    changes.
 
     Raises ConfigError where the hook would not be right: an unknown release or model runner, split or recurrent state.
     """
-    if getattr(connector, "before_update_states", None) is None:
+    if hook_of(connector) is None:
         return None
     import vllm
 
@@ -52,9 +53,7 @@ def bind_step_hook(worker: Any, connector: Any, kv_cache_config: Any) -> StepHoo
     )
     if counts_step_hits(worker.vllm_config):
         hook.report_hits()
-    if (bound := getattr(connector, "step_hook_bound", None)) is not None:
-        bound()
-    logger.info("kvpact: %s is asked before each step", type(connector).__name__)
+    logger.info("kvpact: %s is asked before each step", " and ".join(hook.bound()))
     return hook
 
 
@@ -208,8 +207,9 @@ class KvpactWorker(base_worker(current_platform), WeightsExtension):  # type: ig
         """The connector exists once this has run. Raises ConfigError if its hook cannot be served on this engine."""
         answer = super().initialize_from_config(kv_cache_config)
         connector = _connector()
-        if (tell := getattr(connector, "model_at", None)) is not None:
-            tell(self.get_model)
+        for one in connectors_of(connector):
+            if (tell := getattr(one, "model_at", None)) is not None:
+                tell(self.get_model)
         self.step_hook = bind_step_hook(self, connector, kv_cache_config)
         self._watch_weights(pact_connector(connector))
         self._watch_adapters(pact_connector(connector))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.identity.groups import GroupKind
-from kvpact.vllm.step_hook import StepHook
+from kvpact.vllm.step_hook import StepHook, hook_of
 from kvpact_testkit.device.played import PlayedDevice
 from kvpact_testkit.vllm.model_groups import (
     LayerGroup,
@@ -415,13 +415,12 @@ def step_hook_of(connector: Any, vllm_config: Any) -> StepHook | None:
 
     Ranks played in one thread find the same.
     """
-    if getattr(connector, "before_update_states", None) is None:
+    if hook_of(connector) is None:
         return None
     from kvpact.vllm.scheduler import counts_step_hits
 
-    if (bound := getattr(connector, "step_hook_bound", None)) is not None:
-        bound()
     hook = StepHook(connector, new_requests_only=False, minimum=None)
+    hook.bound()
     if counts_step_hits(vllm_config):
         hook.report_hits()
     return hook

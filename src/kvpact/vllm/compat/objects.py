@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain
@@ -24,8 +24,13 @@ def connectors_of(connector: Any) -> tuple[Any, ...]:
     connector."""
     if connector is None:
         return ()
-    inside = map(connectors_of, getattr(connector, "_connectors", ()))
-    return connector, *chain.from_iterable(inside)
+    return connector, *chain.from_iterable(map(connectors_of, connectors_inside(connector)))
+
+
+def connectors_inside(connector: Any) -> Sequence[Any]:
+    """The connectors directly inside MultiConnector, in its order; none inside others."""
+    inside: Sequence[Any] = getattr(connector, "_connectors", ())
+    return inside
 
 
 def invalid_blocks(model_output: Any) -> Collection[int]:
