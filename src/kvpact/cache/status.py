@@ -232,12 +232,16 @@ def status_of(
         )
         for plan in cache.ledger.open_plans()
     ]
-    found.blocks_leased_from = cache.others.leased_from()
-    columns = cache.index.columns
-    if columns is not None and columns.claims is not None:
-        found.blocks_leased_to_others = columns.claims.count_leased(range(cache.index.num_slots))
     found.announced_blocks = cache.announcements.count if cache.announcements is not None else None
     found.records = cache.requests.records.all()
     prompts = cache.requests.records.prompts
     found.prompts = msgspec.structs.replace(prompts, used_tokens=cache.ledger.totals.used_tokens)
     return found
+
+
+def add_neighbours(found: EngineStatus, cache: PactCache) -> None:
+    """Fill in the blocks leased between engines, by calls of the kernel: for people who ask, not for `stats_file`."""
+    found.blocks_leased_from = cache.others.leased_from()
+    columns = cache.index.columns
+    if columns is not None and columns.claims is not None:
+        found.blocks_leased_to_others = columns.claims.count_leased(range(cache.index.num_slots))
