@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,6 +45,14 @@ PAGE: Final = 4096
 def keys_of(prompt: str, blocks: int) -> list[bytes]:
     """Keys of a prompt, equal in each process."""
     return [blake2b(f"{prompt} {block}".encode(), digest_size=32).digest() for block in range(blocks)]
+
+
+def allow(process: int, descriptors: int | None) -> None:
+    """Let a process open so many more descriptors; None: as many as may ever be."""
+    _, most = resource.prlimit(process, resource.RLIMIT_NOFILE)
+    free = (number for number in count() if not os.path.lexists(f"/proc/{process}/fd/{number}"))
+    limit = most if descriptors is None else next(islice(free, descriptors, None))
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (limit, most))
 
 
 def content(key: bytes, rank: int) -> bytes:
@@ -71,6 +81,8 @@ class Parts:
         self.index = index_of(arena, EngineKV(namespace, one_group(4), neighbours=self.neighbours))
 
         def weights(stopped: Callable[[], bool]) -> str:
+            if "weights_file" in options:
+                return Path(options["weights_file"]).read_text()
             if "weights" in options and options["weights"] is None:
                 raise KvpactError("the weights come from anywhere")
             return str(options.get("weights", "equal"))
@@ -160,6 +172,12 @@ class Parts:
 
     def reset(self) -> int:
         self.neighbours.reset()
+        return 0
+
+    def end_step(self) -> int:
+        """Make good for a reset, as `NeighbourBlocks.end_step`."""
+        if self.neighbours.owes_reset:
+            self.neighbours.reset()
         return 0
 
     def descriptors(self) -> int:
@@ -275,6 +293,10 @@ class MeetingEngine:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""
         os.kill(self.pid, number)
+
+    def allow(self, descriptors: int | None) -> None:
+        """Let it open so many more descriptors; None: as many as it likes."""
+        allow(self.pid, descriptors)
 
     def kill(self) -> None:
         """`kill -9`, if it is there."""

@@ -6,7 +6,11 @@ a file's name.
 
 from __future__ import annotations
 
+import errno
 from typing import Final
+
+PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.ETOOMANYREFS})
+"""Errors of calls for which a process, its user or the machine had no descriptor or memory left."""
 
 
 def printable(text: str) -> str:
@@ -27,6 +31,15 @@ def kept_id(request_id: str) -> str:
     if len(request_id) <= NAME_CHARS:
         return request_id
     return f"{request_id[: NAME_CHARS - 20]}#{hash(request_id):x}"
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """True if the same call may succeed later: for want of a descriptor or memory, or of its cause."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in PASSING):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class KvpactError(Exception):

@@ -162,6 +162,22 @@ def test_an_engine_that_went_or_was_reset_serves_nothing_more(how: str) -> None:
     assert (one.is_at_rest(), other.is_at_rest()) == (True, True)
 
 
+def test_h130_a_reset_that_found_no_descriptor_is_made_again_at_each_steps_end_until_it_succeeds() -> None:
+    _, other = neighbour_scenes(2)
+    answers = [True, True, False]
+    asked: list[bool] = []
+
+    def reset() -> None:
+        asked.append(True)
+        other.neighbours.owes_reset = answers[len(asked) - 1]
+
+    other.neighbours.on_reset(reset)
+    other.cache.reset()
+    for _ in range(4):
+        other.cache.end_step()
+    assert len(asked) == 3
+
+
 def test_a_load_from_an_engine_that_goes_meanwhile_ends_and_its_memory_is_let_go() -> None:
     one, other = neighbour_scenes(2)
     saved(one)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 
 from dictionary_tier import DictionaryTier, Records
@@ -203,6 +204,14 @@ def test_the_status_of_a_cache_says_what_is_open_and_what_was(tmp_path: Path) ->
     assert found.metrics[series("held_blocks", MEMORY)] == 4
     assert [tier.trouble for tier in found.tiers] == [""]
     assert (found.prompts.requests, found.prompts.tokens) == (1, 17)
+
+
+def test_engines_in_two_containers_whose_processes_have_one_id_are_told_apart() -> None:
+    here = status_of(None, Scene().cache.metrics, "a/model", BLOCK_SIZE)
+    there = [msgspec.structs.replace(here, pid_namespace=f"pid:[{number}]") for number in (1, 2)]
+    assert here.title == f"a/model, process {os.getpid()}"
+    assert [each.title for each in there] == [f"{here.title} of pid:[1]", f"{here.title} of pid:[2]"]
+    assert msgspec.structs.replace(here, pid_namespace="").title == here.title, "of an older release"
 
 
 def test_whatever_the_engine_does_meanwhile_its_status_is_told() -> None:

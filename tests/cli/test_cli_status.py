@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpact.cache.status import CHANGES, status_of
+from kvpact.cache.status import CHANGES, EngineStatus, add_neighbours, status_of
 from kvpact.cache.status_socket import StatusSocket, answers
 from kvpact.memory.arena import Standing
 from kvpact.metrics import MissReason, UnmadeCheck
@@ -364,16 +364,22 @@ def test_an_answers_id_leads_to_the_request_and_what_became_of_it(engine: Scene)
     ]
 
 
+def told(scene: Scene) -> EngineStatus:
+    """Status as people who ask get it."""
+    found = status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE)
+    add_neighbours(found, scene.cache)
+    return found
+
+
 def test_leases_of_neighbours_are_counted_at_both_ends_and_why_names_the_engine() -> None:
     owner, engine = neighbour_scenes(2)
     owner.run_cold(SceneRequest("cold", tokens(17)))
     request = SceneRequest("cmpl-n", tokens(17))
     match = engine.prepare(request)
     for scene, there, here in ((engine, {"other": 4}, 0), (owner, {"other": 0}, 4)):
-        status = status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE)
+        status = told(scene)
         assert (status.blocks_leased_from, status.blocks_leased_to_others) == (there, here)
-    cache = engine.cache
-    answering = StatusSocket(lambda: status_of(cache, cache.metrics, "a/model", BLOCK_SIZE).encoded())
+    answering = StatusSocket(lambda: told(engine).encoded())
     until(lambda: bool(answers()))
     assert "neighbour other: 4 blocks leased there\nneighbours: 0 blocks leased here\n" in (
         kvpact("status", "--leases").stdout
@@ -383,4 +389,4 @@ def test_leases_of_neighbours_are_counted_at_both_ends_and_why_names_the_engine(
     engine.load(request, match)
     assert "loaded from        memory of other\n" in kvpact("why", "cmpl-n").stdout
     answering.close()
-    assert status_of(owner.cache, owner.cache.metrics, "", BLOCK_SIZE).blocks_leased_to_others == 0
+    assert told(owner).blocks_leased_to_others == 0

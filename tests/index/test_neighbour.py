@@ -83,6 +83,25 @@ def test_a_neighbour_leases_the_first_blocks_that_are_held() -> None:
         assert len(leased.slots) == 50
 
 
+def test_h130_what_is_given_up_between_the_look_and_the_lock_is_not_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner(PlainSlots(100))
+    keys = chain(20)
+    owner.save(keys)
+    lock = row_locks.lease
+
+    def locked_later(descriptor: int, rows: range) -> bool:
+        owner.index.drop(keys[12])
+        return lock(descriptor, rows)
+
+    monkeypatch.setattr(neighbour_module, "lease", locked_later)
+    with owner.neighbour() as neighbour:
+        leased = neighbour.lease(keys)
+        assert leased is not None
+        assert leased.slots == [*range(12)]
+        assert [row for row in range(100) if owner.locks.leased(range(row, row + 1))] == [*range(12)]
+        assert (neighbour.leased_rows, neighbour.leased_runs) == (12, 1)
+
+
 def test_h130_a_leased_slot_is_not_filled_again_before_the_lease_ends() -> None:
     owner = Owner(PlainSlots(100))
     keys = chain(20)

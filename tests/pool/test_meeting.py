@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
+from kvpact.pool.meeting import RETRY_SECONDS
 from meeting_engine import Host, MeetingEngine
 from polling import until
 from pool_engines import leases_on
@@ -206,6 +207,67 @@ def test_engines_in_two_namespaces_of_processes_meet_in_the_folder_that_they_sha
         until(lambda: len(one.ask("met")) == len(other.ask("met")) == 1)
         one.ask("save", "prompt", 6)
         assert other.ask("lease", "prompt", 6) == 6
+
+
+def test_a_want_of_descriptors_makes_no_stranger_and_leaves_none_open(host: Host, tmp_path: Path) -> None:
+    """One engine of each pair may open so many, which some call of a meeting exceeds; then as many as it likes.
+
+    The weights, too, are in a file that has to be opened; not those of one pair, so that there the next call fails.
+    """
+    (tmp_path / "weights").write_text("equal")
+    with ExitStack() as stack:
+
+        def start_in_each() -> list[MeetingEngine]:
+            started = [MeetingEngine(host, folder, **options) for folder, (_, options) in folders.items()]
+            for engine in started:
+                stack.callback(engine.close)
+            return started
+
+        from_file = {"weights_file": str(tmp_path / "weights")}
+        wanting = [*((spare, from_file) for spare in range(8)), (1, {}), (None, from_file)]
+        folders = {tmp_path / f"pair-{number}": pair for number, pair in enumerate(wanting)}
+        for folder in folders:
+            folder.mkdir()
+        ones = start_in_each()
+        until(lambda: all("kvpact-meeting" in one.ask("threads") for one in ones))
+        for one, (spare, _) in zip(ones, wanting, strict=True):
+            one.allow(spare)
+        others = start_in_each()
+        pairs = [*zip(ones, others, strict=True)]
+        meet(*pairs.pop())
+        time.sleep(3 * RETRY_SECONDS)
+        assert all(len(one.ask("met")) + len(other.ask("met")) < 2 for one, other in pairs), "each lacks one at least"
+        for one, _ in pairs:
+            one.allow(None)
+        for pair in pairs:
+            meet(*pair)
+        expected = [ones[-1].ask("descriptors"), others[-1].ask("descriptors")]
+        until(lambda: all([engine.ask("descriptors") for engine in pair] == expected for pair in pairs))
+        for one, other in pairs:
+            one.ask("save", "prompt", 6)
+            assert other.ask("lease", "prompt", 6) == 6
+        said = (
+            "kvpact: pool: this engine cannot meet another one now, and tries again until it can: Too many open files"
+        )
+        assert [one.log.read_text().count(said) for one, _ in pairs] == [0, *[1] * 8]
+        assert not any("cannot meet" in engine.log.read_text() for engine in (*others, ones[-1]))
+
+
+def test_h130_a_reset_for_which_no_descriptor_is_left_is_made_later_and_until_then_nothing_is_served(
+    start: Start,
+) -> None:
+    one, other = start(), start()
+    meet(one, other)
+    one.ask("save", "prompt", 6)
+    one.allow(0)
+    one.ask("reset")
+    one.ask("end_step")
+    assert (other.ask("lease", "prompt", 6), one.ask("lease", "prompt", 6)) == (0, 0)
+    one.allow(None)
+    one.ask("end_step")
+    one.ask("save", "later", 6)
+    until(lambda: other.ask("lease", "later", 6) == 6)
+    assert one.log.read_text().count("until it can make a table anew: Too many open files") == 1
 
 
 def test_an_engine_that_ends_takes_leave(start: Start) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +15,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from kvpact.cache import status_socket
+from kvpact.cache.status import EngineStatus
+from kvpact.cache.status_socket import answers
+from kvpact.index.row_locks import MEMFD, LockFile, lease
 from kvpact.memory.arena import Standing
 from kvpact.pool.neighbours import OtherEngine
 from polling import until
@@ -74,3 +81,33 @@ def test_an_engine_meets_anew_after_a_reset_and_nobody_after_a_wrong_copy(start:
     first.generate(make_prompt(1, 3))
     until(lambda: anew.index.is_refused)
     until(lambda: (len(met(first)), len(met(second))) == (0, 0))
+
+
+def test_leases_of_neighbours_are_counted_for_people_who_ask_and_not_in_an_idle_step(
+    start: Callable[..., PlayedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each count is at least one call of the kernel."""
+    monkeypatch.setattr(status_socket, "places", lambda: [(tmp_path, "kvpact")])
+    asked = list[str]()
+    leased = LockFile.leased
+
+    def counted(self: LockFile, rows: range) -> range | None:
+        asked.append(threading.current_thread().name)
+        return leased(self, rows)
+
+    first = start("first", stats_file=str(tmp_path / "stats.json"))
+    second = start("second")
+    until(lambda: (len(met(first)), len(met(second))) == (1, 1))
+    descriptors = [
+        int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists() and MEMFD in os.readlink(path)
+    ]
+    (theirs, *_) = [each for each in descriptors if not fcntl.fcntl(each, fcntl.F_GETFL) & os.O_ACCMODE]
+    assert lease(theirs, range(3))
+    monkeypatch.setattr(LockFile, "leased", counted)
+    first.generate(make_prompt(1, 3))
+    assert not first.connector.has_pending_push_work()
+    until((tmp_path / "stats.json").exists)
+    assert asked == []
+    found = [EngineStatus.parse(said) for _, said in answers()]
+    assert sorted(status.blocks_leased_to_others for status in found) == [0, 3]
+    assert {*asked} == {"kvpact-status"}

@@ -20,7 +20,7 @@ from kvpact.cache.late_tiers import LateTiers, OpenTiers
 from kvpact.cache.memory import EngineKV
 from kvpact.cache.plan import Plan
 from kvpact.cache.stats_file import StatsFile
-from kvpact.cache.status import EngineStatus, status_of
+from kvpact.cache.status import EngineStatus, add_neighbours, status_of
 from kvpact.cache.status_socket import StatusSocket
 from kvpact.cache.totals import found_in
 from kvpact.cache.weights_watch import WeightsWatch
@@ -249,7 +249,7 @@ class MountedCache:
         """Answer this user's `kvpact status` for the engine with this model, and meet other engines, until the end."""
         self._model = model
         self._verdict = verdict
-        self._status_socket = StatusSocket(lambda: self._status().encoded(), self._meeting)
+        self._status_socket = StatusSocket(self._answer, self._meeting)
 
     def note(self, lacking: str, limit: str, remedy: str) -> None:
         """Add a limit that was found after the start to the verdict on it, and the remedy; it is advised where the
@@ -261,6 +261,13 @@ class MountedCache:
         status = status_of(self.own, self._metrics, self._model, self._block_size, self._verdict)
         status.remedies = self._remedies
         return status
+
+    def _answer(self) -> bytes:
+        """Document for people who ask, on the socket's thread."""
+        status = self._status()
+        if self.own is not None:
+            add_neighbours(status, self.own)
+        return status.encoded()
 
     def reset(self) -> None:
         """The engine says that the weights may change."""

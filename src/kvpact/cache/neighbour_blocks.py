@@ -262,6 +262,8 @@ class NeighbourBlocks:
 
     def end_step(self) -> None:
         """Take back rows of this engine that others lease no more, and let go of engines that are gone."""
+        if self.neighbours.owes_reset:
+            self.neighbours.reset()
         self.memory.index.claim_again()
         self.are_there()
 

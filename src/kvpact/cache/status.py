@@ -18,6 +18,7 @@ from kvpact.cache.cache import PactCache
 from kvpact.cache.records import Prompts, RequestRecord, name_of
 from kvpact.errors import DataError
 from kvpact.memory.arena import Standing
+from kvpact.memory.mapping import pid_namespace
 from kvpact.metrics import MEMORY, Metrics, MissReason, Snapshot, StartVerdict, lost_blocks, series, tiers_in
 from kvpact.tiers.backends import NEIGHBOURS
 from kvpact.units import format_age
@@ -81,6 +82,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     version: int = VERSION
     kvpact: str = __version__
     pid: int
+    pid_namespace: str = ""
+    """Namespace of process ids that has this one; "" if the host or the release names none."""
     model: str
     block_size: int
     metrics: Snapshot
@@ -116,6 +119,13 @@ class EngineStatus(msgspec.Struct, kw_only=True):
         except msgspec.DecodeError as error:
             raise DataError(f"no status of an engine: {error}") from None
         raise DataError(f"version {version} of the status, not {VERSION}: the engine runs another release of kvpact")
+
+    @property
+    def title(self) -> str:
+        """Name for people: model and process; and the namespace of its id, as of a container, if that is not theirs."""
+        elsewhere = self.pid_namespace and self.pid_namespace != pid_namespace()
+        process = f"process {self.pid}" + (f" of {self.pid_namespace}" if elsewhere else "")
+        return f"{self.model}, {process}" if self.pid else self.model
 
     def count(self, name: str, tier: str = "") -> int:
         """A count of the engine, or of one tier; 0 if its release of kvpact does not have it."""
@@ -203,7 +213,13 @@ def status_of(
 
     The tiers' other gauges are those that the scheduler's thread has set last.
     """
-    found = EngineStatus(pid=os.getpid(), model=model, block_size=block_size, metrics=metrics.snapshot())
+    found = EngineStatus(
+        pid=os.getpid(),
+        pid_namespace=pid_namespace(),
+        model=model,
+        block_size=block_size,
+        metrics=metrics.snapshot(),
+    )
     found.verdict = verdict or found.verdict
     if cache is None:
         return found
@@ -232,12 +248,16 @@ def status_of(
         )
         for plan in cache.ledger.open_plans()
     ]
-    found.blocks_leased_from = cache.others.leased_from()
-    columns = cache.index.columns
-    if columns is not None and columns.claims is not None:
-        found.blocks_leased_to_others = columns.claims.count_leased(range(cache.index.num_slots))
     found.announced_blocks = cache.announcements.count if cache.announcements is not None else None
     found.records = cache.requests.records.all()
     prompts = cache.requests.records.prompts
     found.prompts = msgspec.structs.replace(prompts, used_tokens=cache.ledger.totals.used_tokens)
     return found
+
+
+def add_neighbours(found: EngineStatus, cache: PactCache) -> None:
+    """Fill in the blocks leased between engines, by calls of the kernel: for people who ask, not for `stats_file`."""
+    found.blocks_leased_from = cache.others.leased_from()
+    columns = cache.index.columns
+    if columns is not None and columns.claims is not None:
+        found.blocks_leased_to_others = columns.claims.count_leased(range(cache.index.num_slots))

@@ -151,7 +151,9 @@ def answers() -> list[tuple[str, bytes]]:
 
 
 def _sockets_in(folder: OwnFolder) -> list[Path]:
-    return [path for path in sorted(folder.held.glob("*.sock")) if path.is_socket()]
+    """Sockets of engines, alive or dead. Raises OSError, which `Path.glob` hides in some releases of Python."""
+    paths = [folder.held / name for name in sorted(os.listdir(folder.held)) if name.endswith(".sock")]
+    return [path for path in paths if path.is_socket()]
 
 
 def _ask(path: Path, seconds: float) -> bytes | None:

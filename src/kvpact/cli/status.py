@@ -54,7 +54,7 @@ def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
         print_json(status_document(engines, leases=leases))
     else:
         for each in engines:
-            _print_lines(f"{each.model}, process {each.pid}" if each.pid else each.model, _lines_of(each))
+            _print_lines(each.title, _lines_of(each))
             for line in _leases_of(each) if leases else ():
                 console().print(line)
     return not any(tier.trouble for each in engines for tier in each.tiers)

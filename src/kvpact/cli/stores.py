@@ -363,7 +363,7 @@ def _as_engines_say() -> dict[str, list[dict[str, Any]]]:
         with suppress(DataError):
             engine = EngineStatus.parse(answer)
             rows = [_as_counted(engine.metrics, tier.name) for tier in engine.tiers]
-            found[f"{engine.model}, process {engine.pid}"] = rows
+            found[engine.title] = rows
     return found
 
 

@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Final
 
 import numpy as np
@@ -168,49 +169,61 @@ class Neighbour:
         runs: list[range] = []
         count = self.count(keys[: max(0, self._most_rows - self.leased_rows)])
         if count:
-            names = _names(keys[:count])
+            names = b"".join(keys[:count])
             first = self.find(keys[0])
             is_run = first >= 0 and self.find(keys[count - 1]) == first + count - 1  # mostly; else the lease finds out
-            self._lease_first(names, np.arange(first, first + count) if is_run else self.find_each(names), runs)
+            self._lease_first(names, [range(first, first + count)] if is_run else self._runs_of(names), runs)
         if self.is_refused:
             self._end(runs)
             runs = []
         if not runs:
             return None
-        rows = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-        return Lease(tuple(runs), self._slots(rows).tolist())
+        return Lease(tuple(runs), self._slots(runs))
 
-    def _lease_first(self, names: Names, rows: RowArray, runs: list[range]) -> None:
-        """Lease the first blocks of these keys, which seem to be in these rows, and add the rows to `runs`."""
+    def _runs_of(self, names: bytes) -> list[range]:
+        """Runs of the rows in which the first blocks of these keys seem to be, up to one that is nowhere."""
+        rows = self.find_each(_words(names))
         (missing,) = (rows < 0).nonzero()
         rows = rows[: missing[0]] if len(missing) else rows
-        ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
-        first = 0
-        for end in ends if len(rows) else ():
-            run = range(int(rows[first]), int(rows[first]) + end - first)
+        at = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)] if len(rows) else []
+        return [range(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(at)]
+
+    def _lease_first(self, names: bytes, found: Sequence[range], runs: list[range]) -> None:
+        """Lease the first blocks of these keys, which seem to be in the rows `found`, and add the rows to `runs`."""
+        at = 0
+        for run in found:
             if self.leased_runs >= self._most_runs or not lease(self._locks, run):
                 return
             part = slice(run.start, run.stop)
-            good = self._state[part] == HELD
-            good &= (self._words[part] == names[first:end]).all(axis=1)  # after the states: see above
-            kept = len(run) if good.all() else int(good.argmin())
+            expected = names[at : at + len(run) * KEY_BYTES]
+            held = self._state[part] == HELD
+            kept = len(run)
+            seen = self._mapping[run.start * KEY_BYTES : run.stop * KEY_BYTES]  # after the states: see above
+            if not held.all() or seen != expected:
+                good = held & (_words(seen) == _words(expected)).all(axis=1)
+                kept = int(good.argmin())
+                self._unlock(run[kept:])
             self._leases[run.start : run.start + kept] += 1
-            self._unlock(run[kept:])
             if kept:
                 runs.append(run[:kept])
                 self.leased_rows += kept
                 self.leased_runs += 1
-            first += kept
+            at += kept * KEY_BYTES
             if kept < len(run):
                 return
 
-    def _slots(self, rows: RowArray) -> RowArray:
+    def _slots(self, runs: Sequence[range]) -> list[int]:
         """Numbers of the slots of leased rows, which keep them; -1 for a row without payload."""
-        if not self._extent_rows:
-            return np.where(rows < self._slot_rows, rows, -1)
-        extents = rows // self._extent_rows
-        numbers = self._classes[extents].astype(np.int64) << CLASS_SHIFT | extents << EXTENT_SHIFT
-        return np.where(rows < self._slot_rows, numbers | rows % self._extent_rows, -1)
+        if not self._extent_rows and max(run.stop for run in runs) <= self._slot_rows:
+            return list(chain.from_iterable(runs))
+        rows = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+        numbers = rows
+        if self._extent_rows:
+            extents = rows // self._extent_rows
+            numbers = self._classes[extents].astype(np.int64) << CLASS_SHIFT | extents << EXTENT_SHIFT
+            numbers |= rows % self._extent_rows
+        slots: list[int] = np.where(rows < self._slot_rows, numbers, -1).tolist()
+        return slots
 
     def lease_again(self, leased: Lease, count: int) -> Lease:
         """Lease the first `count` blocks of a lease once more, for a lease of its own."""
@@ -259,5 +272,5 @@ class Neighbour:
                 os.close(descriptor)
 
 
-def _names(keys: Sequence[BlockKey]) -> Names:
-    return np.frombuffer(b"".join(keys), np.uint64).reshape(-1, KEY_BYTES // 8)
+def _words(names: bytes) -> Names:
+    return np.frombuffer(names, np.uint64).reshape(-1, KEY_BYTES // 8)

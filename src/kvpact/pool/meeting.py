@@ -8,6 +8,7 @@ asked asks back, so each two engines have two connections, and neither is in the
             <- MeetingOffer with descriptors, or REFUSAL; then NUMBERs of neighbours
 
 A reset ends the connections of those that asked; they ask again. An engine that is alone does nothing after its start.
+Where an engine has no descriptor or memory left for a meeting, it ends the connection without a word: both try again.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from errno import EMFILE
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Final, NoReturn
 
-from kvpact.errors import ConfigError, DataError, KvpactError, reason_of
+from kvpact.errors import DataError, KvpactError, is_passing, reason_of
 from kvpact.index.neighbour import Neighbour
 from kvpact.index.row_locks import close_in_children
 from kvpact.memory.arena import SegmentAddress
@@ -36,6 +38,7 @@ from kvpact.memory.mapping import boot_id, pid_namespace
 from kvpact.pool.neighbours import Neighbours, OtherEngine
 from kvpact.pool.own_memory import OwnMemory, form_of
 from kvpact.threads import give_way, start_background
+from kvpact.tiers.log_once import LogOnce
 from kvpact.units import format_size
 from kvpact.wire import NUMBER, MeetingOffer, MeetingQuestion, decode, encode
 
@@ -61,6 +64,12 @@ CLOSE_SECONDS: Final = 1.0
 
 ALONE: Final = "kvpact: pool: this engine's memory is its own alone: %s"
 
+LATER: Final = "kvpact: pool: this engine cannot meet another one now, and tries again until it can: %s"
+
+NO_TABLE: Final = "kvpact: pool: no other engine loads from this one's memory until it can make a table anew: %s"
+
+FAULTS: Final = (KvpactError, OSError, MemoryError)
+"""Errors that keep an engine from being a neighbour, for good or for now."""
 
 _CREDENTIALS: Final = struct.Struct("3i")
 """Process, user and group of a peer."""
@@ -106,6 +115,7 @@ class Meeting:
         self._heard: deque[tuple[socket.socket, bytes]] = deque()
         self._left: deque[_Held] = deque()
         self._is_reset = False
+        self._told = LogOnce(logger)
         self._closed = threading.Event()
         self._look_at = 0.0
         self._say_at = inf
@@ -132,9 +142,14 @@ class Meeting:
 
     def reset(self) -> None:
         """Let no other engine use what it has found here; all meet anew. For the scheduler's thread."""
+        self._neighbours.owes_reset = False
         try:
             self._is_reset |= self._own.reset()
         except OSError as error:
+            self._neighbours.owes_reset = is_passing(error)
+            if self._neighbours.owes_reset:
+                self._told.log("reset", logging.WARNING, NO_TABLE, reason_of(error))
+                return
             logger.warning(ALONE, reason_of(error))
             self.end()
         self._poke()
@@ -215,22 +230,29 @@ class Meeting:
 
     def _look(self) -> None:
         """Ask the engines that were not asked yet."""
-        paths = {path.stem: path for path in self._find()}
+        try:
+            paths = {path.stem: path for path in self._find()}
+        except OSError as error:
+            self._put_off(error)
+            return
         self._strangers &= paths.keys()
         for name in paths.keys() - self._asked.keys() - self._strangers - {self._name}:
             self._ask(name, paths[name])
 
     def _ask(self, name: str, path: Path) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        try:
-            connection.connect(str(path))
-            connection.send(encode(self._own.question(self._name)))
-        except OSError as error:
-            connection.close()
-            if isinstance(error, BlockingIOError):  # it has no place for one more caller now
+        with ExitStack() as unmade:
+            try:
+                connection = unmade.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                connection.setblocking(False)
+                connection.connect(str(path))
+                connection.send(encode(self._own.question(self._name)))
+            except BlockingIOError:  # it has no place for one more caller now
                 self._look_at = _in(RETRY_SECONDS)
-            return
+                return
+            except OSError as error:
+                self._put_off(error)
+                return
+            unmade.pop_all()
         close_in_children(connection)
         asked = self._asked[name] = _Asked(name, connection)
         self._selector.register(connection, selectors.EVENT_READ, partial(self._read, asked))
@@ -239,8 +261,9 @@ class Meeting:
         """Take in an answer, or the number of neighbours."""
         said = b""
         descriptors: list[int] = []
+        flags = 0
         with suppress(OSError):  # it has ended
-            said, descriptors, _, _ = socket.recv_fds(
+            said, descriptors, flags, _ = socket.recv_fds(
                 asked.connection, MOST_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         if not said:
@@ -249,22 +272,26 @@ class Meeting:
             (number,) = NUMBER.unpack(said[-NUMBER.size :])
             asked.engine.index.share_among(max(1, number))
         else:
-            self._meet(asked, said, descriptors)
+            self._meet(asked, said, descriptors, is_whole=not flags & socket.MSG_CTRUNC)
 
-    def _meet(self, asked: _Asked, said: bytes, descriptors: list[int]) -> None:
-        """Let an engine that has offered its memory be a neighbour, if it is one."""
+    def _meet(self, asked: _Asked, said: bytes, descriptors: list[int], *, is_whole: bool) -> None:
+        """Let an engine that has offered its memory be a neighbour, if it is one; if not all descriptors could be taken
+        in, later."""
         try:
+            if not is_whole:
+                raise OSError(EMFILE, os.strerror(EMFILE))
             if said == REFUSAL or asked.engine is not None:
                 raise DataError("its blocks are others")
             offer = decode(said, MeetingOffer)
             if offer.weights != self._identity():
                 raise DataError("it has other weights")
             asked.engine = self._engine(asked.name, offer, descriptors)
-        except (ConfigError, DataError, OSError) as error:
-            logger.debug("kvpact: pool: %s is no neighbour: %s", asked.name, reason_of(error))
+        except FAULTS as error:
             for descriptor in descriptors:
                 os.close(descriptor)
-            self._strangers.add(asked.name)
+            if not self._put_off(error):
+                logger.debug("kvpact: pool: %s is no neighbour: %s", asked.name, reason_of(error))
+                self._strangers.add(asked.name)
             self._end_asked(asked)
             return
         self._say_at = _in(SETTLED_SECONDS)
@@ -274,10 +301,10 @@ class Meeting:
         segments = descriptors[2:]
         if form_of(offer.segments) != self._own.form or len(segments) != len(offer.segments):
             raise DataError(f"it sent {len(segments)} segments, or ones of another form")
-        index = Neighbour(descriptors[0], descriptors[1], max(1, offer.neighbours))
-        held = _Held(index, segments)
         there = [_address(*pair) for pair in zip(offer.segments, segments, strict=True)]
         of_ranks = tuple(there[place] for place in self._own.segment_of)
+        index = Neighbour(descriptors[0], descriptors[1], max(1, offer.neighbours))  # from here on nothing fails
+        held = _Held(index, segments)
         engine = OtherEngine(name, index, of_ranks, offer.node, offer.slots, offer.num_bytes)
         is_near = offer.node is not None and offer.node == self._own.node
         self._neighbours.enter(engine, partial(self._let_go, held), is_near=is_near)
@@ -299,7 +326,10 @@ class Meeting:
         try:
             caller.setblocking(False)
             name = self._offer(caller, question)
-        except (KvpactError, OSError) as error:
+        except FAULTS as error:
+            if self._put_off(error):
+                caller.close()  # without a refusal: it asks again
+                return
             logger.debug("kvpact: pool: refused: %s", reason_of(error))
             _refuse(caller)
             return
@@ -352,11 +382,21 @@ class Meeting:
         if not self._weights:
             try:
                 self._weights = self._own.weights(self._closed.is_set)
-            except (KvpactError, OSError) as error:
+            except FAULTS as error:
                 self._give_up(error)
         return self._weights
 
+    def _put_off(self, error: Exception) -> bool:
+        """Look again for engines that are to be asked, later, if this fault may have passed by then."""
+        if is_passing(error):
+            self._told.log("meeting", logging.WARNING, LATER, reason_of(error))
+            self._look_at = min(self._look_at, _in(RETRY_SECONDS))
+            return True
+        return False
+
     def _give_up(self, error: Exception) -> NoReturn:
+        if is_passing(error):
+            raise error
         if not self._closed.is_set():
             logger.warning(ALONE, reason_of(error))
             self.end()

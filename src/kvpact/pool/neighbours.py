@@ -42,6 +42,9 @@ class Neighbours:
     def __init__(self) -> None:
         self._met: tuple[OtherEngine, ...] = ()
         self._begin_anew: Callable[[], None] | None = None
+        self.owes_reset = False
+        """True if the last `reset` had no descriptor or memory for a new table: nobody uses this engine's memory until
+        another call succeeds, which the next step's end makes."""
 
     def current(self) -> tuple[OtherEngine, ...]:
         """All of them, those on this engine's memory node first."""

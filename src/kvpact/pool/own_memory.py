@@ -74,9 +74,9 @@ class OwnMemory:
     def lend(self) -> None:
         """Seal the memory and let others lease its rows: before the first of them can. Raises OSError."""
         if self._locks is None:
+            locks = LockFile()  # first: what is sealed cannot be sealed again
             for segment in self._segments:
                 segment.seal()
-            locks = LockFile()
             self._columns.lend(locks)
             self._locks = locks
 
@@ -94,7 +94,7 @@ class OwnMemory:
     def reset(self) -> bool:
         """Refuse everything that others have found, and go on in a new table; False if nobody can have found any.
 
-        For the scheduler's thread. Raises OSError, and everything is refused for good then.
+        For the scheduler's thread. Raises OSError, and everything is refused until a later call succeeds.
         """
         if self._locks is None:
             return False

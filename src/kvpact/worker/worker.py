@@ -255,8 +255,11 @@ class CacheWorker(ExternalCacheWorker):
             jobs += work.saves
             self._segment.use([slot for job in jobs for slot in job.slots])
             addresses = decode_addresses(work.extra)
-            if addresses is not None and self._neighbours is not None and self.transfers is not None:
-                self.transfers.engine.use_neighbours(self._neighbours.use(addresses))
+            if self._neighbours is not None and self.transfers is not None:
+                if addresses is not None:
+                    self.transfers.engine.use_neighbours(self._neighbours.use(addresses))
+                elif self._neighbours.lacks_some and any(job.neighbour for job in work.loads):
+                    self.transfers.engine.use_neighbours(self._neighbours.use_again())
         work = replace(work, loads=(*work.loads, *self._step_loads))
         self.synchronous = tuple(job for job in work.loads if job.synchronous)
         self.jobs.order(work.loads)
