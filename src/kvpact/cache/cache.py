@@ -23,12 +23,13 @@ from kvpact.cache.memory import EngineKV, Memory, index_of, number_of
 from kvpact.cache.needs.answers import AnswerEnds
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.neighbour_blocks import NeighbourBlocks
+from kvpact.cache.observer import Observer
 from kvpact.cache.offload import Offloader
 from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.prepare import Planner
 from kvpact.cache.records import Records
-from kvpact.cache.request import Requests, RequestState
+from kvpact.cache.request import ALL_ROWS, Requests, RequestState
 from kvpact.cache.saves import Saves
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
@@ -46,6 +47,7 @@ from kvpact.contract import (
     WorkerReport,
 )
 from kvpact.errors import PactViolation
+from kvpact.hints.schema import Hints
 from kvpact.identity.epochs import Epoch, Epochs
 from kvpact.identity.tags import BlockTags
 from kvpact.memory.arena import Arena, Standing
@@ -89,8 +91,6 @@ class PactCache(ExternalCache):
         """Tokens that the engine computes in the running step."""
         self._loading = 0
         """Blocks that the running step's commits load into."""
-        self._valued_tokens = 0
-        """Used tokens whose prefill is counted as spared."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags = BlockTags()
         ranks = arena.num_ranks
@@ -113,6 +113,7 @@ class PactCache(ExternalCache):
         # copies to a device from other engines' memory are not built yet
         others = self.others = NeighbourBlocks(Neighbours() if copies_per_block else self.neighbours, memory)
         self._is_proven = arena.standing is Standing.PROVEN
+        self._observer = Observer(ledger, index, below, epochs)
         self.announcements = Announcements(events, requests, index) if events is not None else None
         writes = self.writeback = WriteBack(below, memory, epochs, seen_once, self.announcements)
         reads = self._prefetcher = Prefetcher(below, memory, writes)
@@ -179,6 +180,10 @@ class PactCache(ExternalCache):
         A step that has used its budget leaves that to the first probe; the request's identity is read now in any case.
         """
         self._planner.ask_early(request, self.requests.of(request))
+
+    def note_hints(self, request: EngineRequest, hints: Hints) -> None:
+        """See `SupportsHints`: the record of the request has the outcomes from now on."""
+        self.requests.of(request).note_hints(hints, self._block_size)
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
@@ -357,7 +362,7 @@ class PactCache(ExternalCache):
         state = self.requests.live.pop(request_id, None)
         if state is not None:
             state.drop_lookup()
-            if self._answers is not None and state.keys is not None:
+            if self._answers is not None and state.keys is not None and state.stored_end == ALL_ROWS:
                 self._answers.note(state.keys.keys, state.record.prompt_tokens, state.computed)
 
     # Whole cache
@@ -433,24 +438,7 @@ class PactCache(ExternalCache):
 
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
-        self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
-        self.metrics.set("unproven_copies", int(self._arena.standing is Standing.OPEN))
-        for reason, checks in self._arena.unmade_checks.items():
-            self.metrics.raise_to("unmade_checks", checks, reason)
-        speed = self._finder.prefill.tokens_per_second
-        used = self.ledger.totals.used_tokens
-        self.metrics.set("prefill_speed", speed)
-        if speed:
-            self.metrics.add("spared_prefill_seconds", (used - self._valued_tokens) / speed)
-            self._valued_tokens = used
-        for name, total, label in self.ledger.totals.counts():
-            self.metrics.raise_to(name, total, label)
-        self.metrics.set("open_plans", len(self.ledger.open_plans()))
-        self.metrics.set("leases_held", self.ledger.totals.leases_held)
-        self.metrics.set("held_blocks", self.index.held_count, MEMORY)
-        self.metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
-        self.tiers.observe()
-        return self.metrics.snapshot()
+        return self._observer.observe(self._finder.prefill.tokens_per_second)
 
     def check(self) -> None:
         """Verify the invariants of all parts; raises PactViolation."""

@@ -248,6 +248,7 @@ def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str
     if record.neighbours:
         yield "loaded from", f"memory of {', '.join(record.neighbours)}"
     yield "saved", f"{record.saved_blocks:,} blocks"
+    yield from (("hint", f"{name}: {outcome}") for name, outcome in record.hints.items())
     yield from (("start", note) for note in engine.verdict.notes)
 
 
