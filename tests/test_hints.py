@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpact.hints.schema import KEY, MOST_CHARS, MOST_NAMES, OUTCOMES, HintResult, Store, parse_hints
+from kvpact.hints.schema import KEY, MOST_CHARS, MOST_NAMES, MOST_SECONDS, OUTCOMES, HintResult, Store, parse_hints
 
 DEEP: Any = []
 for _ in range(1_000):
@@ -102,6 +102,39 @@ def test_what_is_kept_of_a_payload_is_bounded_whatever_its_size() -> None:
     assert all(len(name) <= MOST_CHARS * len("\\u202e") and name.isprintable() for name in hints.outcomes)
 
 
+def retain(value: object) -> tuple[HintResult, float]:
+    hints = parse_hints({KEY: {"retain": value}})
+    assert hints is not None
+    return hints.outcomes["retain"].result, hints.retain_seconds
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("5m", 300.0), (90, 90.0), (0.5, 0.5), ("1h", MOST_SECONDS)])
+def test_a_time_is_accepted(value: object, seconds: float) -> None:
+    assert retain(value) == (HintResult.ACCEPTED, seconds)
+
+
+@pytest.mark.parametrize("value", ["2h", "9" * 60 + "d", 1e300, 3601])
+def test_a_longer_time_is_clipped(value: object) -> None:
+    assert retain(value) == (HintResult.CLIPPED, MOST_SECONDS)
+
+
+NO_TIMES = [
+    *(value for value in WRONG if value not in (1, 2)),
+    True,
+    "5M " * 40_000,
+    "0s",
+    -0.0,
+    "-5m",
+    "5 weeks",
+    [300],
+]
+
+
+@pytest.mark.parametrize("value", NO_TIMES, ids=range(len(NO_TIMES)))
+def test_what_is_no_time_is_rejected(value: object) -> None:
+    assert retain(value) == (HintResult.WRONG_VALUE, 0.0)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["none", "prompt", "5m"]),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -118,6 +151,8 @@ def test_no_payload_raises_and_what_is_accepted_is_right(params: Any) -> None:
     assert hints.store == (params[KEY]["store"] if "store" in accepted else Store.ALL)
     assert hints.outcomes.keys() >= accepted
     json.dumps(hints.answer())
+    assert 0 <= hints.retain_seconds <= MOST_SECONDS
     hints.refuse_all("no cache")
+    assert not hints.retain_seconds
     assert hints.store is Store.ALL
     assert not any(str(outcome) == "accepted" for outcome in hints.outcomes.values())

@@ -227,6 +227,7 @@ METRICS: tuple[Metric, ...] = (
         when_known=True,
     ),
     _by_tier("held_blocks", "gauge", "blocks", "Blocks that the tier holds now."),
+    Metric("retained_blocks", "gauge", "blocks", "Blocks in memory that clients' hints retain now, a fifth at most."),
     _by_tier("capacity_blocks", "gauge", "blocks", "Blocks that the tier can hold."),
     _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store reports, other writers' included."),
     _by_tier("queued_write_bytes", "gauge", "bytes", "Bytes that wait to be written to the tier now."),

@@ -30,6 +30,7 @@ from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.prepare import Planner
 from kvpact.cache.records import Records
 from kvpact.cache.request import ALL_ROWS, Requests, RequestState
+from kvpact.cache.retaining import Retaining
 from kvpact.cache.saves import Saves
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
@@ -49,6 +50,7 @@ from kvpact.contract import (
 from kvpact.errors import PactViolation
 from kvpact.hints.schema import Hints
 from kvpact.identity.epochs import Epoch, Epochs
+from kvpact.identity.groups import one_group
 from kvpact.identity.tags import BlockTags
 from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
@@ -113,7 +115,9 @@ class PactCache(ExternalCache):
         # copies to a device from other engines' memory are not built yet
         others = self.others = NeighbourBlocks(Neighbours() if copies_per_block else self.neighbours, memory)
         self._is_proven = arena.standing is Standing.PROVEN
-        self._observer = Observer(ledger, index, below, epochs)
+        is_plain = groups == one_group(groups.block_size)
+        self._retaining = Retaining(index, clock) if config.hints != "off" and is_plain else None
+        self._observer = Observer(ledger, index, below, epochs, self._retaining)
         self.announcements = Announcements(events, requests, index) if events is not None else None
         writes = self.writeback = WriteBack(below, memory, epochs, seen_once, self.announcements)
         reads = self._prefetcher = Prefetcher(below, memory, writes)
@@ -179,10 +183,14 @@ class PactCache(ExternalCache):
 
         A step that has used its budget leaves that to the first probe; the request's identity is read now in any case.
         """
+        if self._retaining is not None:
+            self._retaining.chains.end_expired(self._clock())
         self._planner.ask_early(request, self.requests.of(request))
 
     def note_hints(self, request: EngineRequest, hints: Hints) -> None:
         """See `SupportsHints`: the record of the request has the outcomes from now on."""
+        if self._retaining is None:
+            hints.refuse_retention("not for models with several KV cache groups")
         self.requests.of(request).note_hints(hints, self._block_size)
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
@@ -301,6 +309,8 @@ class PactCache(ExternalCache):
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
         self._finder.prefill.note_step(max(0, self._computing), now)
+        if self._retaining is not None:
+            self._retaining.chains.end_expired(now)
         self.saves.put_off.order(now)
         if self._saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
@@ -362,6 +372,8 @@ class PactCache(ExternalCache):
         state = self.requests.live.pop(request_id, None)
         if state is not None:
             state.drop_lookup()
+            if self._retaining is not None:
+                self._retaining.request_finished(state)
             if self._answers is not None and state.keys is not None and state.stored_end == ALL_ROWS:
                 self._answers.note(state.keys.keys, state.record.prompt_tokens, state.computed)
 
@@ -408,6 +420,8 @@ class PactCache(ExternalCache):
         """The weights may have changed: everything under way belongs to the old ones."""
         self.ledger.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
+        if self._retaining is not None:
+            self._retaining.chains.end_all()
         self.saves.clear()
         self.writeback.clear()
         self.neighbours.reset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpact.cache.jobs import PactLedger
+from kvpact.cache.retaining import Retaining
 from kvpact.cache.tier_set import TierSet
 from kvpact.identity.epochs import Epochs
 from kvpact.index.block_index import BlockIndex
@@ -23,6 +24,7 @@ class Observer:
     index: BlockIndex
     tiers: TierSet
     epochs: Epochs
+    retaining: Retaining | None
     _valued_tokens: int = field(default=0, init=False)
     """Used tokens whose prefill is counted as saved."""
 
@@ -44,6 +46,8 @@ class Observer:
         metrics.set("open_plans", len(self.ledger.open_plans()))
         metrics.set("leases_held", totals.leases_held)
         metrics.set("held_blocks", self.index.held_count, MEMORY)
+        if self.retaining is not None:
+            metrics.set("retained_blocks", self.retaining.chains.blocks)
         metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
         self.tiers.observe()
         return metrics.snapshot()

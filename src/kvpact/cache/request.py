@@ -110,9 +110,13 @@ class RequestState:
     def note_hints(self, hints: Hints, block_size: int) -> None:
         """Note the hints of a new request."""
         self.hints = hints
-        self.record.hints = hints.described()
+        self.note_outcomes(hints)
         if hints.store is not Store.ALL:
             self.stored_end = self.record.prompt_tokens // block_size if hints.store is Store.PROMPT else 0
+
+    def note_outcomes(self, hints: Hints) -> None:
+        """Note the outcomes of its hints for people."""
+        self.record.hints = hints.described()
 
     def note_sound(self, rows: int) -> None:
         """Note that its first `rows` rows have its tag."""

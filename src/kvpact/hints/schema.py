@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from kvpact.contract import EngineRequest
 from kvpact.errors import printable
+from kvpact.units import parse_duration
 
 KEY: Final = "kvpact"
 """The one key of a request's `kv_transfer_params` that has its hints, and of an answer's that has their outcomes."""
@@ -27,6 +28,10 @@ MOST_NAMES: Final = 16
 
 MOST_CHARS: Final = 64
 """Most characters of a name in an outcome."""
+
+
+MOST_SECONDS: Final = 3600.0
+"""Longest retention, in seconds."""
 
 
 class HintResult(StrEnum):
@@ -65,11 +70,25 @@ class Hints:
     """Hints of one request as far as they were accepted, and the outcome of each by its name."""
 
     store: Store = Store.ALL
+    retain_seconds: float = 0.0
+    """Seconds from the request's end; 0: no retention."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def clip(self, name: str, reason: str) -> None:
+        """Note that less of an accepted hint is done, with any earlier reason."""
+        before = self.outcomes[name].reason
+        self.outcomes[name] = Outcome(HintResult.CLIPPED, f"{before}; {reason}" if before else reason)
+
+    def refuse_retention(self, reason: str) -> None:
+        """Reject an accepted retention: this cache has none."""
+        if self.retain_seconds:
+            self.retain_seconds = 0.0
+            self.outcomes["retain"] = Outcome(HintResult.NOT_SUPPORTED, reason)
 
     def refuse_all(self, reason: str) -> None:
         """Reject also accepted hints: this cache cannot act on them."""
         self.store = Store.ALL
+        self.retain_seconds = 0.0
         refused = Outcome(HintResult.NOT_SUPPORTED, reason)
         self.outcomes = {name: refused if _is_taken(outcome) else outcome for name, outcome in self.outcomes.items()}
 
@@ -131,5 +150,16 @@ def _read_store(hints: Hints, value: object) -> Outcome:
     return Outcome(HintResult.ACCEPTED)
 
 
-_READERS: Final[dict[str, Callable[[Hints, object], Outcome]]] = {"store": _read_store}
+def _read_retain(hints: Hints, value: object) -> Outcome:
+    try:
+        seconds = parse_duration(value if not isinstance(value, str) else value[: MOST_CHARS + 1])
+    except (ValueError, OverflowError):
+        seconds = 0.0
+    if not seconds:
+        return Outcome(HintResult.WRONG_VALUE, 'a time such as "5m" or a number of seconds is needed')
+    hints.retain_seconds = min(seconds, MOST_SECONDS)
+    return Outcome(HintResult.CLIPPED, "to 1 h") if seconds > MOST_SECONDS else Outcome(HintResult.ACCEPTED)
+
+
+_READERS: Final[dict[str, Callable[[Hints, object], Outcome]]] = {"store": _read_store, "retain": _read_retain}
 _UNKNOWN: Final = Outcome(HintResult.UNKNOWN_NAME, f"this release knows {', '.join(_READERS)}")
