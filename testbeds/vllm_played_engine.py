@@ -140,6 +140,8 @@ class PlayedRequest:
     said: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: str = ""
+    returned_params: dict[str, Any] | None = None
+    """`kv_transfer_params` of its answer."""
 
 
 class PlayedEngine:
@@ -208,10 +210,12 @@ class PlayedEngine:
 
     # What a user does
 
-    def add(self, prompt: Sequence[int], max_tokens: int = 3, **arguments: Any) -> PlayedRequest:
-        """A new request."""
+    def add(
+        self, prompt: Sequence[int], max_tokens: int = 3, extra_args: dict[str, Any] | None = None, **arguments: Any
+    ) -> PlayedRequest:
+        """A new request. `extra_args` are vLLM's of its sampling, such as `kv_transfer_params`."""
         name = f"request {next(self.numbers)}"
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
         request = Request(
             name, list(prompt), sampling, None, block_hasher=compat.block_hasher(self.block_size), **arguments
         )
@@ -271,6 +275,7 @@ class PlayedEngine:
                 played.said.extend(one.new_token_ids)
                 if one.finish_reason is not None:
                     played.finish_reason = str(one.finish_reason)
+                    played.returned_params = one.kv_transfer_params
                 if one.prefill_stats is not None:
                     played.cached_tokens = one.prefill_stats.num_cached_tokens
         return int(scheduled.total_num_scheduled_tokens)

@@ -174,6 +174,7 @@ def test_every_key_can_be_set_in_the_environment() -> None:
         "KVPACT_ADMIT": "second-use",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",
         "KVPACT_MATCH_AT": "step",
+        "KVPACT_HINTS": "clients",
         "KVPACT_STEP_DEADLINE": "20ms",
         "KVPACT_RECORD_KEY_FILE": "/run/secrets/records",
         "KVPACT_REQUIRE": "all",

@@ -32,6 +32,7 @@ NOT_RUN = {
     "docs/first-hour.md": ("make -C kvpact setup",),  # what CI does before this suite
     "docs/gpu.md": ("scripts/pack_vllm.py", "nvidia-smi; nproc", "--only graphs", "--only answers"),
     DRIVER: ("run_on_release",),  # fetches a release of vLLM, 2 GB
+    "docs/hints.md": ("curl localhost", "additional_kwargs"),  # a server's, and three clients'
     "docs/offloading.md": ("kvpact serve MODEL --through",),  # vLLM's offloading starts on a GPU only
     "docs/weights.md": ("curl --fail",),  # a server in vLLM's development mode
     "docs/internals/worker-hook.md": ("vllm serve MODEL --worker-cls",),  # any connector

@@ -45,7 +45,7 @@ WRONG: Mapping[str, list[Any]] = {
     "shutdown_timeout": TIMES, "step_deadline": [*TIMES, "0s"],
     "min_match_blocks": COUNTS, "io_threads": [*COUNTS, "65"],
     "save": WORDS, "admit": WORDS, "match_at": WORDS, "gpu": WORDS, "kv_layout": WORDS, "huge_pages": WORDS,
-    "require": WORDS, "pool": WORDS,
+    "require": WORDS, "pool": WORDS, "hints": WORDS,
     "recompute_if_faster": SWITCHES, "require_tiers": SWITCHES, "share_drawn_epochs": SWITCHES, "layerwise": SWITCHES,
     "model_id": NO_TEXT, "weights_version": NO_TEXT, "record_key_file": PATHS, "stats_file": PATHS,
     "cache": FACTORIES, "tiers": [[each] for each in TIERS],

@@ -140,6 +140,8 @@ class KvpactConfig(BaseModel):
     """Time of saving computed blocks: at once, when the engine is about to evict them, or never."""
     admit: Literal["always", "second-use"] = "always"
     """Blocks written to tiers: every saved block, or those saved or loaded a second time."""
+    hints: Literal["off", "clients"] = "off"
+    """Act on hints in `kv_transfer_params` of any client's requests, or on none."""
     match_at: Literal["schedule", "step"] = "schedule"
     """Time of lookups in shared tiers: before a request is scheduled, or by the workers when its step begins."""
     step_deadline: Seconds = Field(default=0.1, gt=0)

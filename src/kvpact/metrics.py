@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeAlias
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.errors import PactViolation
+from kvpact.hints.schema import HintResult
 from kvpact.tiers.backends import MEMORY as MEMORY
 from kvpact.tiers.backends import NEIGHBOURS
 
@@ -207,6 +208,7 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("tier_failures", "counter", "operations", "Operations of the tier that failed or did not end in time."),
     Metric("events_sent", "counter", "blocks", "Blocks in KV events sent, stored and removed ones."),
     Metric("events_late", "counter", "blocks", "Stored blocks not announced, as too many waited; later requests do."),
+    Metric("hints", "counter", "hints", "Hints of clients, by outcome; see docs/hints.md.", "outcome", HintResult),
     Metric("resets", "counter", "resets", "Resets; blocks stored before one are not served after it."),
     Metric("refuted_copies", "counter", "engines", "Engines that found a wrong device copy and stopped copying."),
     Metric("unproven_copies", "gauge", "engines", "Engines that still check every device copy: tiers get no blocks."),
@@ -225,6 +227,7 @@ METRICS: tuple[Metric, ...] = (
         when_known=True,
     ),
     _by_tier("held_blocks", "gauge", "blocks", "Blocks that the tier holds now."),
+    Metric("retained_blocks", "gauge", "blocks", "Blocks in memory that clients' hints retain now, a fifth at most."),
     _by_tier("capacity_blocks", "gauge", "blocks", "Blocks that the tier can hold."),
     _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store reports, other writers' included."),
     _by_tier("queued_write_bytes", "gauge", "bytes", "Bytes that wait to be written to the tier now."),

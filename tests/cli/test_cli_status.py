@@ -13,6 +13,7 @@ import pytest
 
 from kvpact.cache.status import CHANGES, EngineStatus, add_neighbours, status_of
 from kvpact.cache.status_socket import StatusSocket, answers
+from kvpact.hints.schema import parse_hints
 from kvpact.memory.arena import Standing
 from kvpact.metrics import MissReason, UnmadeCheck
 from kvpact_command import kvpact, own_sockets, refusal
@@ -390,3 +391,19 @@ def test_leases_of_neighbours_are_counted_at_both_ends_and_why_names_the_engine(
     assert "loaded from        memory of other\n" in kvpact("why", "cmpl-n").stdout
     answering.close()
     assert told(owner).blocks_leased_to_others == 0
+
+
+def test_why_has_the_outcome_of_each_hint() -> None:
+    scene = Scene()
+    request = SceneRequest("cmpl-hinted", tokens(17))
+    hints = parse_hints({"kvpact": {"store": "none", "colour\x1b": 1}})
+    assert hints is not None
+    scene.cache.note_hints(request, hints)
+    scene.run_cold(request)
+    answering = StatusSocket(lambda: status_of(scene.cache, scene.cache.metrics, "a/model", BLOCK_SIZE).encoded())
+    until(lambda: bool(answers()))
+    told = kvpact("why", "cmpl-hinted").stdout
+    assert "saved              0 blocks" in told
+    assert "hint               store: accepted\n" in told
+    assert "hint               colour\\x1b: rejected: this release knows store, retain\n" in told
+    answering.close()

@@ -23,12 +23,14 @@ from kvpact.cache.memory import EngineKV, Memory, index_of, number_of
 from kvpact.cache.needs.answers import AnswerEnds
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.neighbour_blocks import NeighbourBlocks
+from kvpact.cache.observer import Observer
 from kvpact.cache.offload import Offloader
 from kvpact.cache.plan import PlanState
 from kvpact.cache.prefetch import Prefetcher
 from kvpact.cache.prepare import Planner
 from kvpact.cache.records import Records
-from kvpact.cache.request import Requests, RequestState
+from kvpact.cache.request import ALL_ROWS, Requests, RequestState
+from kvpact.cache.retaining import Retaining
 from kvpact.cache.saves import Saves
 from kvpact.cache.step_lookup import StepLookups
 from kvpact.cache.tier_set import TierSet
@@ -46,7 +48,9 @@ from kvpact.contract import (
     WorkerReport,
 )
 from kvpact.errors import PactViolation
+from kvpact.hints.schema import Hints
 from kvpact.identity.epochs import Epoch, Epochs
+from kvpact.identity.groups import one_group
 from kvpact.identity.tags import BlockTags
 from kvpact.memory.arena import Arena, Standing
 from kvpact.metrics import MEMORY, EndReason, Metrics, Snapshot
@@ -89,8 +93,6 @@ class PactCache(ExternalCache):
         """Tokens that the engine computes in the running step."""
         self._loading = 0
         """Blocks that the running step's commits load into."""
-        self._valued_tokens = 0
-        """Used tokens whose prefill is counted as spared."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags = BlockTags()
         ranks = arena.num_ranks
@@ -113,6 +115,9 @@ class PactCache(ExternalCache):
         # copies to a device from other engines' memory are not built yet
         others = self.others = NeighbourBlocks(Neighbours() if copies_per_block else self.neighbours, memory)
         self._is_proven = arena.standing is Standing.PROVEN
+        is_plain = groups == one_group(groups.block_size)
+        self._retaining = Retaining(index, clock) if config.hints != "off" and is_plain else None
+        self._observer = Observer(ledger, index, below, epochs, self._retaining)
         self.announcements = Announcements(events, requests, index) if events is not None else None
         writes = self.writeback = WriteBack(below, memory, epochs, seen_once, self.announcements)
         reads = self._prefetcher = Prefetcher(below, memory, writes)
@@ -178,7 +183,15 @@ class PactCache(ExternalCache):
 
         A step that has used its budget leaves that to the first probe; the request's identity is read now in any case.
         """
+        if self._retaining is not None:
+            self._retaining.chains.end_expired(self._clock())
         self._planner.ask_early(request, self.requests.of(request))
+
+    def note_hints(self, request: EngineRequest, hints: Hints) -> None:
+        """See `SupportsHints`: the record of the request has the outcomes from now on."""
+        if self._retaining is None:
+            hints.refuse_retention("not for models with several KV cache groups")
+        self.requests.of(request).note_hints(hints, self._block_size)
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
@@ -296,6 +309,8 @@ class PactCache(ExternalCache):
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
         self._finder.prefill.note_step(max(0, self._computing), now)
+        if self._retaining is not None:
+            self._retaining.chains.end_expired(now)
         self.saves.put_off.order(now)
         if self._saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
@@ -357,7 +372,9 @@ class PactCache(ExternalCache):
         state = self.requests.live.pop(request_id, None)
         if state is not None:
             state.drop_lookup()
-            if self._answers is not None and state.keys is not None:
+            if self._retaining is not None:
+                self._retaining.request_finished(state)
+            if self._answers is not None and state.keys is not None and state.stored_end == ALL_ROWS:
                 self._answers.note(state.keys.keys, state.record.prompt_tokens, state.computed)
 
     # Whole cache
@@ -403,6 +420,8 @@ class PactCache(ExternalCache):
         """The weights may have changed: everything under way belongs to the old ones."""
         self.ledger.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
+        if self._retaining is not None:
+            self._retaining.chains.end_all()
         self.saves.clear()
         self.writeback.clear()
         self.neighbours.reset()
@@ -433,24 +452,7 @@ class PactCache(ExternalCache):
 
     def observe(self) -> Snapshot:
         """All counts as they are now, with the ledger's and the tiers'."""
-        self.metrics.set("unnamed_weights", int(self.epoch.is_drawn))
-        self.metrics.set("unproven_copies", int(self._arena.standing is Standing.OPEN))
-        for reason, checks in self._arena.unmade_checks.items():
-            self.metrics.raise_to("unmade_checks", checks, reason)
-        speed = self._finder.prefill.tokens_per_second
-        used = self.ledger.totals.used_tokens
-        self.metrics.set("prefill_speed", speed)
-        if speed:
-            self.metrics.add("spared_prefill_seconds", (used - self._valued_tokens) / speed)
-            self._valued_tokens = used
-        for name, total, label in self.ledger.totals.counts():
-            self.metrics.raise_to(name, total, label)
-        self.metrics.set("open_plans", len(self.ledger.open_plans()))
-        self.metrics.set("leases_held", self.ledger.totals.leases_held)
-        self.metrics.set("held_blocks", self.index.held_count, MEMORY)
-        self.metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
-        self.tiers.observe()
-        return self.metrics.snapshot()
+        return self._observer.observe(self._finder.prefill.tokens_per_second)
 
     def check(self) -> None:
         """Verify the invariants of all parts; raises PactViolation."""

@@ -28,6 +28,7 @@ from kvpact.config import KvpactConfig, find_factory
 from kvpact.contract import CacheSpec, ExternalCache, ExternalKVMatch, SupportsStepLookup
 from kvpact.errors import ConfigError, reason_of
 from kvpact.events.queue import EventQueue
+from kvpact.hints.schema import SupportsHints
 from kvpact.identity.adapter_digests import AdapterDigests
 from kvpact.identity.base_weights import BaseWeights
 from kvpact.identity.groups import GroupSet, one_group
@@ -89,6 +90,8 @@ class MountedCache:
         self._metrics = metrics
         self.queues: tuple[TierExecutor, ...] = ()
         self.step_lookup: SupportsStepLookup | None = None
+        self.hints: SupportsHints | None = None
+        """The cache, if it acts on clients' hints."""
         self.store: SharedTierConfig | None = None
         """Where the workers look at a step's beginning; None if they do not."""
         self._config = config
@@ -137,6 +140,8 @@ class MountedCache:
             several = None if groups == one_group(groups.block_size) else groups
             spec = CacheSpec(groups.block_size, *slots, known.digest, time.monotonic, several)
             self.cache = _cache_of_another(config.cache, spec)
+        if isinstance(self.cache, SupportsHints):
+            self.hints = self.cache
         if tiers is not None:
             self._use(tiers)
         notices = [segment.notice for segment in attached]

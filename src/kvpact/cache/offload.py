@@ -14,7 +14,7 @@ from kvpact.cache.lazy_offload import MIN_WINDOW, LazyOffload
 from kvpact.cache.needs.engine_groups import EngineGroups, Tables
 from kvpact.cache.needs.owed import Computed
 from kvpact.cache.put_off import PutOff
-from kvpact.cache.request import RequestState
+from kvpact.cache.request import ALL_ROWS, RequestState
 from kvpact.cache.saves import Saves
 from kvpact.config import KvpactConfig
 from kvpact.contract import BlockHolder, EngineRequest, SchedulerContext
@@ -98,10 +98,14 @@ class Offloader:
         if saves_any:
             known = len(request.token_ids)
             tables, filled, offered = groups.tables_of_step(request.request_id, block_ids, before, computed, known)
+            if offered and state.stored_end < ALL_ROWS:
+                offered = groups.attached_to(offered, 0, state.stored_end)
         if tables is not None and state.sound < begun:
             state.note_sound(self._sound_rows(state, begun, tables))
         next_fill = 0 if has_plan or lazy is not None else computed - computed % smallest + smallest
         tag, rows = state.advance(computed, len(request.token_ids), groups.block_size, next_fill)
+        if rows.stop > state.stored_end:  # what a hint keeps out, another request that has these blocks may store
+            rows = range(rows.start, max(rows.start, state.stored_end))
         if tables is not None:
             self.tags.fill(filled, tag)
         if lazy is not None and tables is not None:

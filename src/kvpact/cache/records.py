@@ -55,6 +55,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     used_tokens: int = 0
     used_again_tokens: int = 0
     saved_blocks: int = 0
+    hints: dict[str, str] = {}
+    """Outcomes of its client's hints, by name."""
     neighbours: tuple[str, ...] = ()
     """Other engines of this host from whose memory it loads, or has loaded."""
 

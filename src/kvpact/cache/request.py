@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import maxsize
+from typing import Final
 
 from kvpact.cache.counted_lookups import CountedLookups
 from kvpact.cache.records import Records, RequestRecord
 from kvpact.cache.waiting import Reply, WaitEvent, Waiting
 from kvpact.contract import EngineRequest
+from kvpact.hints.schema import Hints, Store
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey, BlockKeys, RequestIdentity
@@ -20,6 +23,8 @@ from kvpact.metrics import MissReason
 from kvpact.ranges import BlockRange
 from kvpact.tiers.client import TierClient
 from kvpact.tiers.executor import OpId
+
+ALL_ROWS: Final = maxsize
 
 
 @dataclass(eq=False, slots=True)
@@ -97,6 +102,21 @@ class RequestState:
     """Rows up to the end of its last load: before the windows there, the side groups' blocks hold nothing."""
     record: RequestRecord = field(default_factory=RequestRecord)
     """Record of it for people."""
+    hints: Hints | None = None
+    """Hints of its client; None if it brought none."""
+    stored_end: int = ALL_ROWS
+    """First of its rows that are not stored, by its client's wish."""
+
+    def note_hints(self, hints: Hints, block_size: int) -> None:
+        """Note the hints of a new request."""
+        self.hints = hints
+        self.note_outcomes(hints)
+        if hints.store is not Store.ALL:
+            self.stored_end = self.record.prompt_tokens // block_size if hints.store is Store.PROMPT else 0
+
+    def note_outcomes(self, hints: Hints) -> None:
+        """Note the outcomes of its hints for people."""
+        self.record.hints = hints.described()
 
     def note_sound(self, rows: int) -> None:
         """Note that its first `rows` rows have its tag."""

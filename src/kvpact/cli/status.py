@@ -136,6 +136,10 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
         if source in tiers and series("tier_up", source) not in engine.metrics:
             text += ", not asked yet"
         yield f" from {source}", text + (", DOWN" if tier.trouble else "")
+    retained = engine.count("retained_blocks")
+    if retained:
+        part = retained / max(1, engine.count("capacity_blocks", MEMORY))
+        yield "retained", f"{part:.1%} of memory, {retained:,} blocks, by clients' hints"
     if engine.announced_blocks is not None:
         yield "events", f"on, {engine.announced_blocks:,} blocks announced"
     if engine.count("unproven_copies"):
@@ -248,6 +252,7 @@ def _story_of(engine: EngineStatus, record: RequestRecord) -> Iterator[tuple[str
     if record.neighbours:
         yield "loaded from", f"memory of {', '.join(record.neighbours)}"
     yield "saved", f"{record.saved_blocks:,} blocks"
+    yield from (("hint", f"{name}: {outcome}") for name, outcome in record.hints.items())
     yield from (("start", note) for note in engine.verdict.notes)
 
 

@@ -7,7 +7,6 @@ bytes in a slot, a clock or a lock; its owner does I/O and serialises calls.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
@@ -21,22 +20,14 @@ from kvpact.index.key_table import FEW, RowArray, zeros
 from kvpact.index.links import selection
 from kvpact.index.losses import Losses
 from kvpact.index.losses import Reservation as Reservation
+from kvpact.index.pins import Pin as Pin
 from kvpact.index.restoring import Restoring
+from kvpact.index.retained_chains import RetainedChains
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table
 from kvpact.index.table import ROOT as ROOT
 from kvpact.index.table import SlotState as SlotState
 from kvpact.index.verification import verify
-
-
-@dataclass(eq=False, slots=True)
-class Pin:
-    """Reference to a block and the whole chain before it; released with `BlockIndex.unpin`, exactly once."""
-
-    key: BlockKey
-    slot: int
-    active: bool = True
-
 
 _KNOWN = (RESERVED, SAVED, HELD)
 
@@ -419,6 +410,10 @@ class BlockIndex:
         self._pins[pin.slot] -= 1
         self._pinned -= 1
         self._table.release(pin.slot)
+
+    def retained_chains(self) -> RetainedChains:
+        """Chains that are evicted after all others, of which there are none yet."""
+        return RetainedChains(self._table)
 
     def outdate(self, key: BlockKey, count: int) -> None:
         """Evict before all others what is attached to the `count` blocks before `key` in its chain.

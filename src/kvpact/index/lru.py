@@ -15,6 +15,7 @@ import numpy as np
 from kvpact.errors import PactViolation
 from kvpact.index.key_table import FEW, FloatArray, RowArray, zeros
 from kvpact.index.policy import Rows
+from kvpact.index.retention import Retention
 
 _NEVER: Final = 1 << 63
 """Tick after every other."""
@@ -99,7 +100,7 @@ class LeastRecentlyUsed:
     only ever make a row younger, so a record is a lower bound, corrected when it comes up.
     """
 
-    __slots__ = ("_is_outdated", "_outdated", "_queued", "_queues", "_used", "_used_each", "now")
+    __slots__ = ("_is_outdated", "_outdated", "_queued", "_queues", "_retention", "_used", "_used_each", "now")
 
     def __init__(self, num_rows: int, classes: int) -> None:
         self.now = 0
@@ -114,6 +115,11 @@ class LeastRecentlyUsed:
         """Per class a heap of rows that were outdated leaves once; they go before all in the queue."""
         self._is_outdated = bytearray(num_rows)
         """Per row the class in whose heap it is, plus 1; 0 without one."""
+        self._retention: Retention | None = None
+
+    def spare(self, retention: Retention) -> None:
+        """See `EvictionPolicy`: a retained leaf leaves its queue when its turn comes, until it is offered again."""
+        self._retention = retention
 
     def inserted(self, rows: slice | RowArray, slot_class: int, depth: int, left: int) -> None:
         """See `EvictionPolicy`: the depth does not count."""
@@ -169,16 +175,21 @@ class LeastRecentlyUsed:
                 self.offered(row, slot_class)
         queue = self._queues[slot_class]
         due = queue.due
-        while due or queue.spans:
-            if not due:
+        retention = self._retention
+        while True:
+            if not due and queue.spans:
                 for row in queue.next_span():
                     if self._queued[row] == mark:
                         queue.add(used[row], row)
                 continue
+            if not due:
+                if retention is None or not self._gives_way(retention, rows, slot_class):
+                    return None
+                continue
             recorded, row = due[0]
             if self._queued[row] != mark:
                 queue.pop()
-            elif not rows.evictable_leaf(row):
+            elif not rows.evictable_leaf(row) or (retention is not None and retention.counts[row]):
                 queue.pop()
                 self._queued[row] = 0
             elif recorded < used[row]:
@@ -186,7 +197,13 @@ class LeastRecentlyUsed:
                 queue.add(used[row], row)
             else:
                 return row
-        return None
+
+    def _gives_way(self, retention: Retention, rows: Rows, slot_class: int) -> bool:
+        """End the oldest retention, whose last row is offered then if it can go; False if there is none."""
+        row = retention.end_oldest()
+        if row is not None and rows.evictable_leaf(row):
+            self.offered(row, slot_class)
+        return row is not None
 
     def take(self, rows: Rows, slot_class: int, most: int) -> range | None:
         """See `EvictionPolicy`. A leaf goes with those before it that are used less recently than all other leaves."""
@@ -203,7 +220,10 @@ class LeastRecentlyUsed:
             bound = queue.bound()
         first = rows.evictable_from(leaf, most) if self._used[leaf] < bound else leaf
         if first < leaf:
-            (stay,) = (self._used_each[first:leaf] >= bound).nonzero()
+            stays = self._used_each[first:leaf] >= bound
+            if self._retention is not None:
+                stays |= self._retention.counts_each[first:leaf] > 0
+            (stay,) = stays.nonzero()
             first += int(stay[-1]) + 1 if len(stay) else 0
         return range(first, leaf + 1)
 
@@ -215,6 +235,8 @@ class LeastRecentlyUsed:
 
     def gone(self, rows: Sequence[int], parent: int) -> None:
         """See `EvictionPolicy`. Their last use counts as one of `parent`, too."""
+        if self._retention is not None and self._retention.rows:
+            self._retention.leave(rows)
         last_use = self.last_use(rows)
         if last_use > self._used[parent]:
             self._used[parent] = last_use
@@ -251,8 +273,11 @@ class LeastRecentlyUsed:
 
     def check(self, leaves: Sequence[int]) -> None:
         """See `EvictionPolicy`. No row has two records, and none that is younger than the row."""
+        if self._retention is not None:
+            self._retention.check()
         for row in leaves:
-            if not self._queued[row] and not self._is_outdated[row]:
+            is_spared = self._retention is not None and self._retention.counts[row] > 0
+            if not (self._queued[row] or self._is_outdated[row] or is_spared):
                 raise PactViolation(f"row {row} could be evicted and is not queued")
         for slot_class, queue in enumerate(self._queues):
             rows = [row for row in queue.rows() if self._queued[row] == slot_class + 1]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvpact.index.key_table import FloatArray, RowArray
+from kvpact.index.retention import Retention
 
 
 class Rows(Protocol):
@@ -35,6 +36,10 @@ class EvictionPolicy(Protocol):
     @property
     def now(self) -> int:
         """Uses since the start: the time of the newest one."""
+
+    def spare(self, retention: Retention) -> None:
+        """Evict rows that are retained after all others from now on, and end the oldest retention where there are no
+        others."""
 
     def inserted(self, rows: slice | RowArray, slot_class: int, depth: int, left: int) -> None:
         """Note blocks of a chain in rows that were unused; that counts as a use.

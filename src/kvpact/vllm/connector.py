@@ -289,12 +289,13 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Abort the request's plan, if it has one. The block pool holds blocks under copy, so none is delayed."""
+        """Abort the request's plan, if it has one; the outcomes of its hints go into its answer. The block pool holds
+        blocks under copy, so none is delayed."""
         try:
             self.scheduler_side.note_end(request)
         finally:
-            self.scheduler_side.request_finished(request.request_id)
-        return False, None
+            outcomes = self.scheduler_side.request_finished(request.request_id)
+        return False, outcomes
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -12,10 +12,23 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvpact.tiers.backends import MEMORY, NEIGHBOURS
+from kvpact.tiers.urls import TierURL, tier_labels
 from kvpact.vllm.compat.objects import add_hits
 
 UNKNOWN_PLACE: Final = "external_unspecified"
 """vLLM's name for a remote store, and for a place that is not known."""
+
+
+ON_DISK: Final = ("disk", "dir", "file")
+"""Schemes of the tiers that vLLM's statistics call disk."""
+
+
+def places_of(tiers: Sequence[TierURL]) -> dict[str, str]:
+    """Names that vLLM's statistics have for the places of memory and these tiers, by their labels."""
+    labels = zip(tier_labels(tiers), tiers, strict=True)
+    disks = {label: "disk" for label, url in labels if url.scheme in ON_DISK}
+    return {MEMORY: "host", NEIGHBOURS: "host"} | disks
 
 
 class StepHits:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpact.contract import ExternalKVMatch
 from kvpact.events.queue import EnginePrompt
+from kvpact.hints.schema import Hints
 from kvpact.identity.adapter_digests import MAX_ADAPTERS, AdapterDigests, AdapterFound, AdapterUse
 from kvpact.identity.digest_thread import DigestThread, Pending
 from kvpact.identity.keys import KnownRuns, MediaSpan, RequestIdentity
@@ -84,6 +85,8 @@ class VllmRequest:
     request_id: str = field(init=False)  # see `EngineRequest`
     answer: OfferedMatch | None = None
     """The match that the engine may commit."""
+    hints: Hints | None = None
+    """Hints of its client; None if it brings none, or the configuration allows none."""
     load_broken: bool = False
     """True if a match of this request could not be ordered; then the request is offered none again (H09)."""
     _identity: RequestIdentity | None = None

@@ -5,7 +5,7 @@ Owns the map from request ids to `VllmRequest`.
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+from collections.abc import KeysView, ValuesView
 from typing import Any
 
 from kvpact.vllm.request_identity import RequestIdentities, VllmRequest
@@ -23,6 +23,11 @@ class EngineRequests:
         """The ids of all requests."""
         return self._views.keys()
 
+    @property
+    def views(self) -> ValuesView[VllmRequest]:
+        """All requests."""
+        return self._views.values()
+
     def get(self, request_id: str) -> VllmRequest | None:
         """The request of this id; None for one that no hook has named, or that has ended."""
         return self._views.get(request_id)
@@ -35,7 +40,9 @@ class EngineRequests:
             view = self._views[request.request_id] = VllmRequest(request, self._identities)
         return view
 
-    def end(self, request_id: str) -> None:
-        """Forget the request, if it is there, and cancel digests that only it needs."""
-        if (view := self._views.pop(request_id, None)) is not None:
+    def end(self, request_id: str) -> VllmRequest | None:
+        """Forget the request, and cancel digests that only it needs; returns its view, None if it is not there."""
+        view = self._views.pop(request_id, None)
+        if view is not None:
             view.release()
+        return view

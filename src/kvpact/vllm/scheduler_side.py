@@ -16,10 +16,8 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.groups import one_group
-from kvpact.metrics import MEMORY, Metrics, StartVerdict
-from kvpact.tiers.backends import NEIGHBOURS
+from kvpact.metrics import Metrics, StartVerdict
 from kvpact.tiers.registry import load_seal
-from kvpact.tiers.urls import tier_labels
 from kvpact.vllm.base_weights import base_weights
 from kvpact.vllm.checks import (
     check_classes,
@@ -29,13 +27,14 @@ from kvpact.vllm.checks import (
     start_verdict,
     state_limits,
 )
+from kvpact.vllm.client_hints import ClientHints
 from kvpact.vllm.compat.configuration import match_unit, replica_number
 from kvpact.vllm.compat.objects import end_step_at
 from kvpact.vllm.computed_tokens import ComputedTokens
 from kvpact.vllm.context import VllmContext, scheduler_context
 from kvpact.vllm.groups import EngineGroups, fit_to_engine, require_groups
 from kvpact.vllm.guard import Guard
-from kvpact.vllm.hit_accounting import UNKNOWN_PLACE, HitCredit
+from kvpact.vllm.hit_accounting import UNKNOWN_PLACE, HitCredit, places_of
 from kvpact.vllm.identity import engine_namespace
 from kvpact.vllm.kv_events import KVEvents
 from kvpact.vllm.loads import CommittedLoad, CommittedLoads
@@ -53,9 +52,6 @@ logger = logging.getLogger(__name__)
 NO_MATCH: Final = ExternalKVMatch(0)
 _NO_WORK: Final = StepMessage().work
 
-ON_DISK: Final = ("disk", "dir", "file")
-"""Schemes of the tiers that vLLM's statistics call disk."""
-
 
 class SchedulerSide:
     """The scheduler's half. It has no cache and returns no hit until the workers' handshakes have arrived."""
@@ -69,6 +65,7 @@ class SchedulerSide:
         self._vllm_config = vllm_config
         self._metrics = metrics
         self._budget = guard.budget
+        self._hints = ClientHints(metrics) if config.hints == "clients" else None
         is_plain = not (groups.several or groups.groups.tokens_ahead)
         self._kv_groups = one_group(int(vllm_config.cache_config.block_size)) if is_plain else groups.groups
         """The KV cache groups that the cache keeps."""
@@ -80,9 +77,7 @@ class SchedulerSide:
         self.context: VllmContext | None = None
         self._requests = EngineRequests(self.identities)
         self.credit = HitCredit()
-        labels = zip(tier_labels(config.tiers), config.tiers, strict=True)
-        disks = {label: "disk" for label, url in labels if url.scheme in ON_DISK}
-        self._places = {MEMORY: "host", NEIGHBOURS: "host"} | disks
+        self._places = places_of(config.tiers)
         """vLLM's names for the places of tiers, by the tiers' labels; `UNKNOWN_PLACE` for those not named."""
         self.loads = CommittedLoads(self.credit, self._block_size, whole_requests=groups.several)
         self._computed = ComputedTokens(vllm_config, self.identities, self._requests, self.loads)
@@ -127,6 +122,8 @@ class SchedulerSide:
         self._end_cache()
         self.mounted = self._mount(hellos)
         require_groups(self.mounted.cache, self._groups)
+        if self._hints is not None:
+            self._hints.give_all(self._requests.views, self.mounted.hints)
         if self._has_statistics:
             self._stats = StatsCollector(self.mounted.observe, collect_samples=self._metrics.collect_samples)
             self._stats.is_behind = True  # the page shows tiers before the first request, absent ones too
@@ -180,6 +177,8 @@ class SchedulerSide:
         view = self._requests.view(request)
         if self.context is not None:
             self.context.on_new_request(request)
+        if self._hints is not None:
+            self._hints.on_new_request(view, self.mounted)
         if self.mounted is not None:
             self.mounted.apply_notices()
             if self.mounted.serves:
@@ -359,14 +358,15 @@ class SchedulerSide:
         if mounted.serves:
             self._computed.note_end(mounted.cache, context, request)
 
-    def request_finished(self, request_id: str) -> None:
-        """The request ended or was cancelled, in whatever state."""
-        self._requests.end(request_id)
+    def request_finished(self, request_id: str) -> dict[str, Any] | None:
+        """The request ended or was cancelled, in whatever state; returns the outcomes of its hints for its answer."""
+        view = self._requests.end(request_id)
         self._probes.request_finished(request_id)
         self.loads.request_finished(request_id)
         self.credit.request_finished(request_id)
         if self.mounted is not None:
             self.mounted.cache.request_finished(request_id)
+        return self._hints.answer(view) if self._hints is not None and view is not None else None
 
     # Whole engine
 

@@ -1,0 +1,1 @@
+"""Hints of clients about their requests."""

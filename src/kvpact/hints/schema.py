@@ -1,0 +1,165 @@
+"""Schema of clients' hints: version 1, the only place that knows their names, values and limits.
+
+Owns the outcome of each hint. Trusts nothing: it reads a bounded number of values, follows none into its depth, and
+whatever is wrong is an outcome and no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+from kvpact.contract import EngineRequest
+from kvpact.errors import printable
+from kvpact.units import parse_duration
+
+KEY: Final = "kvpact"
+"""The one key of a request's `kv_transfer_params` that has its hints, and of an answer's that has their outcomes."""
+
+VERSION: Final = 1
+
+OUTCOMES: Final = "outcomes"
+"""Key of outcomes in an answer; a request that has it sends back an answer, and no hints."""
+
+MOST_NAMES: Final = 16
+"""Most names in one request's hints; with more none is read."""
+
+MOST_CHARS: Final = 64
+"""Most characters of a name in an outcome."""
+
+
+MOST_SECONDS: Final = 3600.0
+"""Longest retention, in seconds."""
+
+
+class HintResult(StrEnum):
+    """Result of one hint; all but the first two reject it."""
+
+    ACCEPTED = "accepted"
+    CLIPPED = "clipped"
+    UNKNOWN_NAME = "unknown_name"
+    WRONG_VALUE = "wrong_value"
+    WRONG_VERSION = "wrong_version"
+    NOT_SUPPORTED = "not_supported"
+
+
+class Outcome(NamedTuple):
+    """Result of one hint, and the reason in words unless it was accepted."""
+
+    result: HintResult
+    reason: str = ""
+
+    def __str__(self) -> str:
+        is_rejected = self.result not in (HintResult.ACCEPTED, HintResult.CLIPPED)
+        text = "rejected" if is_rejected else self.result.value
+        return f"{text}: {self.reason}" if self.reason else text
+
+
+class Store(StrEnum):
+    """Part of a request's blocks that is stored."""
+
+    ALL = "all"
+    PROMPT = "prompt"
+    NONE = "none"
+
+
+@dataclass(eq=False, slots=True)
+class Hints:
+    """Hints of one request as far as they were accepted, and the outcome of each by its name."""
+
+    store: Store = Store.ALL
+    retain_seconds: float = 0.0
+    """Seconds from the request's end; 0: no retention."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def clip(self, name: str, reason: str) -> None:
+        """Note that less of an accepted hint is done, with any earlier reason."""
+        before = self.outcomes[name].reason
+        self.outcomes[name] = Outcome(HintResult.CLIPPED, f"{before}; {reason}" if before else reason)
+
+    def refuse_retention(self, reason: str) -> None:
+        """Reject an accepted retention: this cache has none."""
+        if self.retain_seconds:
+            self.retain_seconds = 0.0
+            self.outcomes["retain"] = Outcome(HintResult.NOT_SUPPORTED, reason)
+
+    def refuse_all(self, reason: str) -> None:
+        """Reject also accepted hints: this cache cannot act on them."""
+        self.store = Store.ALL
+        self.retain_seconds = 0.0
+        refused = Outcome(HintResult.NOT_SUPPORTED, reason)
+        self.outcomes = {name: refused if _is_taken(outcome) else outcome for name, outcome in self.outcomes.items()}
+
+    def described(self) -> dict[str, str]:
+        """Outcomes by name, for people and clients."""
+        return {name: str(outcome) for name, outcome in self.outcomes.items()}
+
+    def answer(self) -> dict[str, object]:
+        """Answer to the client, for the response's `kv_transfer_params`."""
+        return {KEY: {"version": VERSION, OUTCOMES: self.described()}}
+
+
+@runtime_checkable
+class SupportsHints(Protocol):
+    """A cache that acts on clients' hints."""
+
+    def note_hints(self, request: EngineRequest, hints: Hints) -> None:
+        """Act on a new request's hints from now on; the cache may change outcomes until the request has ended."""
+
+
+def parse_hints(params: object) -> Hints | None:
+    """Hints in a request's `kv_transfer_params`, of whatever form; None if it brings none."""
+    given = params.get(KEY) if isinstance(params, dict) else None
+    if given is None or (isinstance(given, dict) and OUTCOMES in given):
+        return None
+    hints = Hints()
+    if not isinstance(given, dict):
+        right = f'an object is needed, such as {{"version": {VERSION}, "store": "none"}}'
+        hints.outcomes[KEY] = Outcome(HintResult.WRONG_VALUE, right)
+    elif len(given) > MOST_NAMES:
+        hints.outcomes[KEY] = Outcome(HintResult.WRONG_VALUE, f"at most {MOST_NAMES} names are read")
+    elif not _is_version(given.get("version", VERSION)):
+        hints.outcomes["version"] = Outcome(HintResult.WRONG_VERSION, f"this release knows version {VERSION} alone")
+    else:
+        for name, value in given.items():
+            if name != "version":
+                read = _READERS.get(name) if isinstance(name, str) else None
+                hints.outcomes[_shown(name)] = read(hints, value) if read is not None else _UNKNOWN
+    return hints
+
+
+def _is_version(value: object) -> bool:
+    return type(value) is int and value == VERSION
+
+
+def _is_taken(outcome: Outcome) -> bool:
+    return outcome.result in (HintResult.ACCEPTED, HintResult.CLIPPED)
+
+
+def _shown(name: object) -> str:
+    """A client's name for a hint, bounded and printable."""
+    return printable(name[:MOST_CHARS]) if isinstance(name, str) else "(no text)"
+
+
+def _read_store(hints: Hints, value: object) -> Outcome:
+    if value not in ("none", "prompt"):
+        return Outcome(HintResult.WRONG_VALUE, '"none" or "prompt" is needed')
+    hints.store = Store(str(value))
+    return Outcome(HintResult.ACCEPTED)
+
+
+def _read_retain(hints: Hints, value: object) -> Outcome:
+    try:
+        seconds = parse_duration(value if not isinstance(value, str) else value[: MOST_CHARS + 1])
+    except (ValueError, OverflowError):
+        seconds = 0.0
+    if not seconds:
+        return Outcome(HintResult.WRONG_VALUE, 'a time such as "5m" or a number of seconds is needed')
+    hints.retain_seconds = min(seconds, MOST_SECONDS)
+    return Outcome(HintResult.CLIPPED, "to 1 h") if seconds > MOST_SECONDS else Outcome(HintResult.ACCEPTED)
+
+
+_READERS: Final[dict[str, Callable[[Hints, object], Outcome]]] = {"store": _read_store, "retain": _read_retain}
+_UNKNOWN: Final = Outcome(HintResult.UNKNOWN_NAME, f"this release knows {', '.join(_READERS)}")

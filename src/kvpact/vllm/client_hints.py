@@ -1,0 +1,49 @@
+"""Hints that clients send with vLLM's requests: read at a request's arrival, answered at its end.
+
+Owns nothing but the counts of outcomes; each request's hints are with its view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from kvpact.hints.schema import SupportsHints, parse_hints
+from kvpact.metrics import Metrics
+from kvpact.vllm.request_identity import VllmRequest
+
+
+class HasHints(Protocol):
+    """An engine's cache, as far as hints go."""
+
+    hints: SupportsHints | None
+    """None: it takes none."""
+
+
+class ClientHints:
+    """Hints of one engine's requests, where the configuration allows them."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def on_new_request(self, view: VllmRequest, mounted: HasHints | None) -> None:
+        """Read the hints of a request that arrives, and give them to the engine's cache, if there is one."""
+        view.hints = parse_hints(view.request.kv_transfer_params)
+        if view.hints is not None and mounted is not None:
+            self.give_all((view,), mounted.hints)
+
+    def give_all(self, views: Iterable[VllmRequest], cache: SupportsHints | None) -> None:
+        """Give requests' hints to an engine's cache that is new to them; None: it takes none."""
+        for view in views:
+            if view.hints is not None and cache is not None:
+                cache.note_hints(view, view.hints)
+            elif view.hints is not None:
+                view.hints.refuse_all("this engine's cache takes no hints")
+
+    def answer(self, view: VllmRequest) -> dict[str, Any] | None:
+        """Count the outcomes of a request that has ended; returns them for its answer, None if it brought no hints."""
+        if view.hints is None:
+            return None
+        for outcome in view.hints.outcomes.values():
+            self._metrics.add("hints", 1, outcome.result)
+        return view.hints.answer()
