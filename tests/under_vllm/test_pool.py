@@ -13,9 +13,19 @@ import pytest
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
 from kvpact.memory.arena import Standing
+from kvpact.metrics import series
 from kvpact.pool.neighbours import OtherEngine
+from kvpact.worker.copy.cpu import CpuTransferEngine
+from kvpact.worker.neighbours import MappedNeighbours
 from polling import until
-from vllm_played_engine import PlayedEngine, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines say that their copies are a device's, which no rank can make from another engine's memory."""
+    monkeypatch.setattr(CpuTransferEngine, "copies_per_block", 1)
+    monkeypatch.setattr(MappedNeighbours, "use", lambda self, addresses: pytest.fail("no rank is to map anything"))
 
 
 @pytest.fixture
@@ -74,3 +84,20 @@ def test_an_engine_meets_anew_after_a_reset_and_nobody_after_a_wrong_copy(start:
     first.generate(make_prompt(1, 3))
     until(lambda: anew.index.is_refused)
     until(lambda: (len(met(first)), len(met(second))) == (0, 0))
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_engines_on_devices_read_from_each_others_memory_into_their_own(start: Callable[..., PlayedEngine]) -> None:
+    first, second = start("first"), start("second")
+    until(lambda: (len(met(first)), len(met(second))) == (1, 1))
+    for number in range(8):
+        prompt = make_prompt(number, 6)
+        engines = (first, second) if number % 2 else (second, first)
+        said = [engine.generate(prompt) for engine in engines]
+        assert [one.said for one in said] == [answer(prompt, 3)] * 2
+        assert [one.cached_tokens for one in said] == [0, 6 * BLOCK]
+    for engine in (first, second):
+        counts = engine.cache.observe()
+        assert counts[series("used_tokens_from", "neighbours")] == 4 * 6 * BLOCK
+        assert counts[series("read_blocks", "neighbours")] == 4 * 6
+        assert [one.index.leased_rows for one in met(engine)] == [0]
