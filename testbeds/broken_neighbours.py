@@ -28,3 +28,26 @@ def trusts_a_row_number(patch: pytest.MonkeyPatch) -> None:
         return Lease(found.runs, numbers)
 
     patch.setattr(Neighbour, "lease", lease)
+
+
+def compares_nothing_after_a_read(patch: pytest.MonkeyPatch) -> None:
+    """A block that was leased stays what it was."""
+    patch.setattr(Neighbour, "are_held", lambda self, leased, keys: [True] * len(keys))
+
+
+def keeps_the_leases_of_reads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Neighbour, "release", lambda self, leased: None)
+
+
+def ends_a_lease_before_its_read(patch: pytest.MonkeyPatch) -> None:
+    """What was leased once is there."""
+    leased, release = Neighbour.lease, Neighbour.release
+
+    def lease(self: Neighbour, keys: Sequence[bytes]) -> Lease | None:
+        found = leased(self, keys)
+        if found is not None:
+            release(self, found)
+        return found
+
+    patch.setattr(Neighbour, "lease", lease)
+    patch.setattr(Neighbour, "release", lambda self, leased: None)

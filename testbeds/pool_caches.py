@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -32,9 +33,13 @@ from kvpact.index.row_locks import LockFile
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.memory.extents import Extents
 from kvpact.memory.neighbour_slots import NeighbourSlots, decode_addresses
+from kvpact.metrics import series
 from kvpact.pool.meeting import Meeting
 from kvpact.pool.neighbours import Neighbours, OtherEngine
 from kvpact.pool.own_memory import OwnMemory
+from kvpact.tiers.backends import NEIGHBOURS
+from kvpact.tiers.base import Tier
+from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.shared.tier import SharedTier
 from kvpact.wire import WorkerHandshake
 from kvpact_testkit.engine import Engine, EngineConfig, EngineQuirks, JobBehavior, Request, SimulatedWorker
@@ -103,9 +108,11 @@ class PoolEngine:
         conduct: Callable[[int, Job], JobBehavior] | None = None,
         meets: bool = False,
         store: DictionaryStore | None = None,
+        device: bool = False,
         **settings: object,
     ) -> None:
-        """With `meets` it meets all others of its folder by itself, else by `meet`; a `store` is a tier below it."""
+        """With `meets` it meets all others of its folder by itself, else by `meet`; a `store` is a tier below it. On a
+        `device` it reads from others' memory into its own, whose ranks copy from there alone."""
         groups = MODELS[model]
         classes = tuple(range(len(groups))) if several_classes else ()
         if classes:
@@ -117,16 +124,31 @@ class PoolEngine:
         named = [replace(group, digest=bytes([number]) * 32) for number, group in enumerate(groups)]
         clock = StepClock()
         arena = Arena(self.segments)
-        self.tiers = []
+        self.tiers: list[SteppedExecutor] = []
         if store is not None:
             self.tiers.append(SteppedExecutor(SharedTier(store, NAMESPACE, SLOT_BYTES * ranks), 1 << 30, clock))
         self.neighbours = Neighbours()
+
+        def reader(tier: Tier) -> TierExecutor:
+            if meets:
+                return TierExecutor(tier, 2, 1)
+            self.tiers.append(SteppedExecutor(tier, 1, clock))
+            return self.tiers[-1]
+
         config = {"plan_lifetime": 0.05, "load_deadline": 0.3, "weights_version": "1", **settings}
         self.cache = PactCache(
             load_config(config, {}),
-            EngineKV(NAMESPACE.digest, GroupSet(tuple(named)), classes, 0, None, self.neighbours),
+            EngineKV(
+                NAMESPACE.digest,
+                GroupSet(tuple(named)),
+                classes,
+                int(device),
+                None,
+                self.neighbours,
+                reader if device else None,
+            ),
             arena=arena,
-            tiers=self.tiers,
+            tiers=[*self.tiers],
             clock=clock,
         )
         self.index = self.cache.index
@@ -178,6 +200,11 @@ class PoolEngine:
         """Blocks that its first rank was to load from other engines' memory."""
         return self.workers[0].loaded_elsewhere
 
+    @property
+    def read_elsewhere(self) -> int:
+        """Blocks that were read from other engines' memory into its own."""
+        return int(self.cache.observe().get(series("read_blocks", NEIGHBOURS), 0))
+
     def used_from(self) -> dict[str, int]:
         """Used tokens by the place where they were found."""
         ledger = self.cache.ledger
@@ -202,20 +229,20 @@ def lock_files() -> set[int]:
     return found
 
 
-def run(life: int, report: NDArray[np.int64], inodes: Path, model: str) -> None:
+def run(life: int, report: NDArray[np.int64], inodes: Path, model: str, *, device: bool) -> None:
     """Serve requests until SIGTERM; then come to rest, and wait."""
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     random = Random(life)
     of_the_parent = lock_files()  # of engines that it played before, whose leases are not this storm's
-    engine = PoolEngine(model, 120 * len(MODELS[model]), meets=True)
+    engine = PoolEngine(model, 120 * len(MODELS[model]), meets=True, device=device)
     while not stop:
         engine.engine.add_request(request_of(random, f"{life}-{report[0]}"))
         for _ in range(random.randrange(1, 6)):
             engine.engine.step()
         report[0] += 1
-        report[1] = engine.loaded_elsewhere
+        report[1] = engine.read_elsewhere if device else engine.loaded_elsewhere
         if random.random() < 0.002:
             engine.engine.reset()
     while engine.engine.has_work:
@@ -229,7 +256,7 @@ def run(life: int, report: NDArray[np.int64], inodes: Path, model: str) -> None:
         time.sleep(1)
 
 
-def started(life: int, report: NDArray[np.int64], folder: Path, model: str) -> int:
+def started(life: int, report: NDArray[np.int64], folder: Path, model: str, *, device: bool) -> int:
     """Fork an engine; returns its process id."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     pid = os.fork()
@@ -238,7 +265,7 @@ def started(life: int, report: NDArray[np.int64], folder: Path, model: str) -> i
         return pid
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a test that fails
-        run(life, report, folder / f"{life}.inodes", model)
+        run(life, report, folder / f"{life}.inodes", model, device=device)
     except BaseException:
         report[2] += 1
         traceback.print_exc()
@@ -246,11 +273,15 @@ def started(life: int, report: NDArray[np.int64], folder: Path, model: str) -> i
         os._exit(1)
 
 
-def storm(folder: Path, seconds: float, engines: int, model: str) -> dict[str, int]:
-    """Let engines in processes serve, kill and replace them at random; returns counts, and the leases left at rest."""
+def storm(folder: Path, seconds: float, engines: int, model: str, *, device: bool = False) -> dict[str, int]:
+    """Let engines in processes serve, kill and replace them at random; returns counts, and the leases left at rest.
+
+    Those on a `device` read from others' memory on threads of their own.
+    """
     reports = np.frombuffer(mmap.mmap(-1, 8 * 512 * len(REPORT)), np.int64).reshape(512, len(REPORT))
     chance = Random(7)
-    living = [started(life, reports[life], folder, model) for life in range(engines)]
+    start = partial(started, folder=folder, model=model, device=device)
+    living = [start(life, reports[life]) for life in range(engines)]
     kills = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end and engines + kills < len(reports):
@@ -258,7 +289,7 @@ def storm(folder: Path, seconds: float, engines: int, model: str) -> dict[str, i
         at = chance.randrange(engines)
         os.kill(living[at], signal.SIGKILL)
         os.waitpid(living[at], 0)
-        living[at] = started(engines + kills, reports[engines + kills], folder, model)
+        living[at] = start(engines + kills, reports[engines + kills])
         kills += 1
     for pid in living:
         os.kill(pid, signal.SIGTERM)

@@ -12,16 +12,24 @@ from kvpact.contract import JobOutcome, LoadJob, SaveJob, StepWork
 from kvpact.index.neighbour import Neighbour
 from kvpact.index.row_locks import LockFile
 from kvpact.memory.neighbour_slots import NeighbourSlots, decode_addresses
+from kvpact.metrics import series
 from kvpact.pool.neighbours import Neighbours, OtherEngine
+from kvpact.tiers.backends import NEIGHBOURS
+from kvpact.tiers.base import Tier
+from kvpact.tiers.executor import TierExecutor
 from scenes import BLOCK_SIZE, Scene, SceneRequest, done
 
 
 class NeighbourScene(Scene):
-    """A scene that can meet others. Its workers copy from any engine's slots that the step names."""
+    """A scene that can meet others. Its workers copy from any engine's slots that the step names.
 
-    def __init__(self, slots: int = 64, **settings: object) -> None:
+    On a `device` they do not: a thread reads them into this engine's own slots.
+    """
+
+    def __init__(self, slots: int = 64, *, device: bool = False, **settings: object) -> None:
         self.neighbours = Neighbours()
-        super().__init__(slots, neighbours=self.neighbours, **settings)  # type: ignore[arg-type]
+        place = {"copies_per_block": 1, "reader": reader} if device else {}
+        super().__init__(slots, neighbours=self.neighbours, **place, **settings)  # type: ignore[arg-type]
         self.locks = LockFile()
         self.index = self.cache.index
         columns = self.index.columns
@@ -85,6 +93,11 @@ class NeighbourScene(Scene):
             outcomes[job.job_id] = done(job)
         return outcomes
 
+    @property
+    def read_elsewhere(self) -> int:
+        """Blocks that were read from other engines' memory into its own."""
+        return int(self.cache.observe().get(series("read_blocks", NEIGHBOURS), 0))
+
     def used_from(self) -> dict[str, int]:
         """Used tokens by the place where they were found."""
         ledger = self.cache.ledger
@@ -97,9 +110,14 @@ class NeighbourScene(Scene):
         return leased is None and not any(engine.index.leased_rows for engine in self.met.values())
 
 
+def reader(tier: Tier) -> TierExecutor:
+    """Threads that read other engines' memory."""
+    return TierExecutor(tier, 2, 1)
+
+
 def neighbour_scenes(count: int, slots: int = 64, **settings: object) -> list[NeighbourScene]:
     """So many scenes, each of which has met all others."""
-    scenes = [NeighbourScene(slots, **settings) for _ in range(count)]
+    scenes = [NeighbourScene(slots, **settings) for _ in range(count)]  # type: ignore[arg-type]
     for scene in scenes:
         for other in scenes:
             if other is not scene:

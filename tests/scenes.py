@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from at_the_end import at_the_end
 from kvpact.cache.cache import PactCache
-from kvpact.cache.memory import EngineKV
+from kvpact.cache.memory import EngineKV, Reader
 from kvpact.config import KvpactConfig, load_config
 from kvpact.contract import (
     ExternalKVMatch,
@@ -111,6 +111,7 @@ class Scene:
         usable: int | None = None,
         copies_per_block: int = 0,
         neighbours: Neighbours | None = None,
+        reader: Reader | None = None,
         **settings: object,
     ) -> None:
         self.now = 0.0
@@ -124,7 +125,7 @@ class Scene:
         self.queues = [t if isinstance(t, TierExecutor) else TierExecutor(t, 2, write_queue) for t in tiers]
         self.cache = PactCache(
             self.config,
-            EngineKV(namespace.digest, one_group(BLOCK_SIZE), (), copies_per_block, None, neighbours),
+            EngineKV(namespace.digest, one_group(BLOCK_SIZE), (), copies_per_block, None, neighbours, reader),
             arena=Arena(self.segments),
             tiers=self.queues,
             clock=lambda: self.now,

@@ -20,9 +20,19 @@ from kvpact.cache.status import EngineStatus
 from kvpact.cache.status_socket import answers
 from kvpact.index.row_locks import MEMFD, LockFile, lease
 from kvpact.memory.arena import Standing
+from kvpact.metrics import series
 from kvpact.pool.neighbours import OtherEngine
+from kvpact.worker.copy.cpu import CpuTransferEngine
+from kvpact.worker.neighbours import MappedNeighbours
 from polling import until
-from vllm_played_engine import PlayedEngine, make_prompt
+from vllm_played_engine import BLOCK, PlayedEngine, answer, make_prompt
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines say that their copies are a device's, which no rank can make from another engine's memory."""
+    monkeypatch.setattr(CpuTransferEngine, "copies_per_block", 1)
+    monkeypatch.setattr(MappedNeighbours, "use", lambda self, addresses: pytest.fail("no rank is to map anything"))
 
 
 @pytest.fixture
@@ -111,3 +121,20 @@ def test_leases_of_neighbours_are_counted_for_people_who_ask_and_not_in_an_idle_
     found = [EngineStatus.parse(said) for _, said in answers()]
     assert sorted(status.blocks_leased_to_others for status in found) == [0, 3]
     assert {*asked} == {"kvpact-status"}
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_engines_on_devices_read_from_each_others_memory_into_their_own(start: Callable[..., PlayedEngine]) -> None:
+    first, second = start("first"), start("second")
+    until(lambda: (len(met(first)), len(met(second))) == (1, 1))
+    for number in range(8):
+        prompt = make_prompt(number, 6)
+        engines = (first, second) if number % 2 else (second, first)
+        said = [engine.generate(prompt) for engine in engines]
+        assert [one.said for one in said] == [answer(prompt, 3)] * 2
+        assert [one.cached_tokens for one in said] == [0, 6 * BLOCK]
+    for engine in (first, second):
+        counts = engine.cache.observe()
+        assert counts[series("used_tokens_from", "neighbours")] == 4 * 6 * BLOCK
+        assert counts[series("read_blocks", "neighbours")] == 4 * 6
+        assert [one.index.leased_rows for one in met(engine)] == [0]

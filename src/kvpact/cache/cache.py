@@ -76,7 +76,7 @@ class PactCache(ExternalCache):
         budget: StepBudget | None = None,
     ) -> None:
         """Without a `budget` no step is late. With several groups the engine must offer a whole `SchedulerContext`."""
-        namespace, groups, classes, copies_per_block, events, neighbours = engine
+        namespace, groups, classes, copies_per_block, events, neighbours, reader = engine
         self.neighbours = neighbours or Neighbours()
         self.metrics = metrics = metrics or Metrics()
         metrics.set("tier_up", 1, MEMORY)
@@ -112,8 +112,7 @@ class PactCache(ExternalCache):
         engine_groups = EngineGroups(groups, classes, arena.class_bytes)
         queue = self._queue = Queue(lambda: index.usable_slots, groups.block_size)
         seen_once = LRUKeySet(below.most_known) if config.admit == "second-use" else None
-        # copies to a device from other engines' memory are not built yet
-        others = self.others = NeighbourBlocks(Neighbours() if copies_per_block else self.neighbours, memory)
+        others = self.others = NeighbourBlocks.of(self.neighbours, reader, memory, below)
         self._is_proven = arena.standing is Standing.PROVEN
         is_plain = groups == one_group(groups.block_size)
         self._retaining = Retaining(index, clock) if config.hints != "off" and is_plain else None
@@ -147,7 +146,7 @@ class PactCache(ExternalCache):
 
     def _begin_backlog(self) -> None:
         # later than in the first epoch, other epochs' blocks are there too, not told apart
-        if self._is_proven and self.tiers.clients and self._epochs.generation == 1:
+        if self._is_proven and self.tiers.written and self._epochs.generation == 1:
             self.writeback.begin_backlog()
 
     @property
@@ -302,7 +301,7 @@ class PactCache(ExternalCache):
         self._is_proven = self._arena.standing is Standing.PROVEN
         if self._is_proven and not was_proven:
             self._begin_backlog()
-        if self.tiers.clients:
+        if self.tiers.written or self.tiers.under_way:
             self.budget.do_in_turn(self.tiers.poll, self.writeback.offer_some)
             self.writeback.offer_backlog()
             self.tiers.end_step()
@@ -345,7 +344,7 @@ class PactCache(ExternalCache):
         settlements.extend(map(self._loads.end_late, self._jobs.give_up(self._clock())))
         for save in saves:
             self.requests.records.note_saved(save.job.request_id, self._saves.settle(save))
-        if self.tiers.clients and not self.budget.is_late:
+        if self.tiers.written and not self.budget.is_late:
             self.writeback.offer_some()
         if saves:
             self._steps.end_saves(self._jobs.saves.__contains__)

@@ -67,11 +67,14 @@ class Finder:
 
         Reads memory only and waits for nothing.
         """
+        others = self.others
+        if others.reads is not None:
+            others.reads.look()
         answers = self.reads.answers(state.tier_lookup, now) if self.tiers.clients else ()
         resident, by_tier = needs.available(self.reads.memory.has, answers)
         beside = 0
-        if resident < len(needs.keys) and self.others.are_there():
-            beside = max(0, self.others.reach(needs) - resident)
+        if resident < len(needs.keys) and others.reads is None and others.are_there():
+            beside = max(0, others.reach(needs) - resident)
         if not state.branches:
             state.branches = needs.start, needs.in_a_row
         rows = needs.keys[needs.in_a_row : needs.in_a_row + 1]

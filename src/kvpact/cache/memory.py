@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvpact.cache.jobs import PactLedger, PactPlan
 from kvpact.cache.needs.runs import NO_BLOCK, NOTHING, Has, Run, linked, loose
@@ -21,6 +21,11 @@ from kvpact.index.column_file import ColumnFile
 from kvpact.index.slot_space import PlainSlots
 from kvpact.memory.arena import Arena
 from kvpact.pool.neighbours import Neighbours
+from kvpact.tiers.base import Tier
+from kvpact.tiers.executor import TierExecutor
+
+Reader: TypeAlias = Callable[[Tier], TierExecutor]
+"""Starts the threads of a tier that is read."""
 
 NAMES_PER_SLOT = 64
 MAX_NAMES = 1 << 20
@@ -45,6 +50,8 @@ class EngineKV(NamedTuple):
     """Announcements to routers; None: nothing is announced."""
     neighbours: Neighbours | None = None
     """Other engines of this host whose memory it may load from, as they may from its own; None: none."""
+    reader: Reader | None = None
+    """Starts the threads that read from their memory into its own; None: its ranks copy from there, as on a CPU."""
 
 
 class Taken(NamedTuple):

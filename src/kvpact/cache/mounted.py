@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from kvpact.pool.meeting import Meeting
 from kvpact.pool.neighbours import Neighbours
 from kvpact.pool.own_memory import OwnMemory
 from kvpact.ranges import BlockRange
-from kvpact.tiers.base import RecordMac
+from kvpact.tiers.base import RecordMac, Tier
 from kvpact.tiers.executor import TierExecutor
 from kvpact.tiers.urls import tier_labels
 from kvpact.units import format_size
@@ -89,15 +89,17 @@ class MountedCache:
         self._is_given_up = False
         self._metrics = metrics
         self.queues: tuple[TierExecutor, ...] = ()
+        self.reading: Sized = ()
+        """Operations under way in tiers."""
         self.step_lookup: SupportsStepLookup | None = None
         self.hints: SupportsHints | None = None
         """The cache, if it acts on clients' hints."""
         self.store: SharedTierConfig | None = None
         """Where the workers look at a step's beginning; None if they do not."""
         self._config = config
-        # a device's copies from other engines' memory are not built yet
-        may_meet = config.pool == "host" and not any(hello.copies_per_block for hello in hellos)
-        neighbours = Neighbours() if may_meet and read_weights is not None else None
+        neighbours = Neighbours() if config.pool == "host" and read_weights is not None else None
+        self._readers: list[TierExecutor] = []
+        copies_per_block = max(hello.copies_per_block for hello in hellos)
         self._meeting: Meeting | None = None
         self._block_size = groups.block_size
         self._adapters = adapters
@@ -121,9 +123,10 @@ class MountedCache:
                     known.digest,
                     groups,
                     hellos[0].slot_classes,
-                    max(hello.copies_per_block for hello in hellos),
+                    copies_per_block,
                     identity.events,
                     neighbours,
+                    self._read_others if copies_per_block else None,
                 ),
                 arena=arena,
                 tiers=tiers.queues if tiers is not None else (),
@@ -132,6 +135,7 @@ class MountedCache:
                 budget=budget,
             )
             self.cache: ExternalCache = self.own
+            self.reading = self.own.tiers.under_way
             if neighbours is not None and read_weights is not None:
                 own = OwnMemory(self.own.index, arena, hellos, known.digest, read_weights)
                 self._meeting = Meeting(own, neighbours)
@@ -160,6 +164,11 @@ class MountedCache:
             self._tiers_below(tiers),
             (tiers.namespace if tiers is not None else known).name,
         )
+
+    def _read_others(self, tier: Tier) -> TierExecutor:
+        """Threads that read other engines' memory, once there is one: a device cannot copy from there."""
+        self._readers.append(TierExecutor(tier, self._config.io_threads, 1, woken_by_owner=True))
+        return self._readers[-1]
 
     def _tiers_below(self, tiers: OpenTiers | None) -> str:
         """The tiers that are used, by their labels, for a log."""
@@ -281,7 +290,7 @@ class MountedCache:
 
     def wake_tiers(self) -> None:
         """Let the tiers' threads begin what was submitted."""
-        for queue in self.queues:
+        for queue in (*self.queues, *self._readers) if self.reading else self.queues:
             queue.flush()
 
     def poll_idle(self) -> bool:

@@ -1,7 +1,7 @@
 """Blocks that other engines of this host hold: found in their tables, and leased while plans promise or load them.
 
-Owns the leases, what is not asked of an engine again, and the numbers by which ranks know the engines. A look-up may
-find what is gone a moment later; a lease cannot. Memory comes first, then the engine that has most of what is lacking.
+Owns the leases, and the numbers by which ranks know the engines. A look-up may find what is gone a moment later; a
+lease cannot. Memory comes first, then the engine that has most of what is lacking.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from kvpact.cache.jobs import PactPlan, PlanLease
-from kvpact.cache.memory import Memory
+from kvpact.cache.memory import Memory, Reader
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.match import Needs
 from kvpact.cache.needs.runs import Has, Run
+from kvpact.cache.neighbour_reads import NeighbourReads
+from kvpact.cache.tier_set import TierSet
 from kvpact.cache.totals import Sources
 from kvpact.identity.keys import BlockKey
 from kvpact.index.block_index import Pin
 from kvpact.index.neighbour import Lease
-from kvpact.memory.neighbour_slots import NeighbourMemory, encode_addresses
+from kvpact.memory.neighbour_slots import encode_addresses
+from kvpact.pool.met_engine import MetEngine
 from kvpact.pool.neighbours import Neighbours, OtherEngine
 from kvpact.tiers.backends import MEMORY, NEIGHBOURS
-from kvpact.tiers.known_keys import LRUKeySet
-
-MOST_REFUTED: Final = 4096
-"""Blocks of one engine that failed to load and are not asked of it again."""
 
 MOST_TRIES: Final = 4
 """Matches that are tried, each shorter than the last one, while engines give up what was found."""
@@ -38,36 +37,6 @@ class Holding(NamedTuple):
     end: int
     runs: list[Run]
     leases: list[PlanLease]
-
-
-@dataclass(eq=False, slots=True)
-class MetEngine:
-    """Another engine, under the number by which this engine's ranks know it."""
-
-    number: int
-    engine: OtherEngine
-    refuted: LRUKeySet = field(default_factory=lambda: LRUKeySet(MOST_REFUTED))
-    leases: int = 0
-
-    @property
-    def is_refused(self) -> bool:
-        """True once nobody may use its blocks any more."""
-        return self.engine.gone or self.engine.index.is_refused
-
-    def has(self, key: BlockKey) -> bool:
-        """True if it seems to hold a block."""
-        return self.engine.index.has(key) and key not in self.refuted
-
-    def count(self, keys: Sequence[BlockKey]) -> int:
-        """Number of the first blocks of `keys` that it seems to hold."""
-        count = self.engine.index.count(keys)
-        return next((at for at in range(count) if keys[at] in self.refuted), count) if len(self.refuted) else count
-
-    def memory(self) -> NeighbourMemory:
-        """Address of the engine's memory, for ranks."""
-        segments = self.engine.segments
-        found = tuple((each.descriptor, each.device, each.inode, each.num_slots) for each in segments)
-        return NeighbourMemory(self.number, segments[0].pid, self.engine.index.descriptor, found)
 
 
 @dataclass(eq=False, slots=True)
@@ -116,6 +85,8 @@ class NeighbourBlocks:
 
     neighbours: Neighbours
     memory: Memory
+    reads: NeighbourReads | None = None
+    """Reads into own slots, where no rank copies from another engine's; `neighbours` has no engine then."""
     has_news: bool = field(default=False, init=False)
     """True if ranks are to hear from which engines loads may come."""
     _met: tuple[OtherEngine, ...] = field(default=(), init=False)
@@ -124,6 +95,13 @@ class NeighbourBlocks:
     _leased: dict[int, MetEngine] = field(default_factory=dict, init=False)
     """Engines with leased blocks, by number, whether or not they are gone."""
     _numbers: int = field(default=0, init=False)
+
+    @staticmethod
+    def of(neighbours: Neighbours, reader: Reader | None, memory: Memory, tiers: TierSet) -> NeighbourBlocks:
+        """Blocks that ranks copy from others' slots, or, with a `reader`, those that it brings into own ones first."""
+        if reader is None:
+            return NeighbourBlocks(neighbours, memory)
+        return NeighbourBlocks(Neighbours(), memory, NeighbourReads(neighbours, tiers, reader))
 
     def are_there(self) -> bool:
         """Look for engines that came or went; True if any is there."""
@@ -138,7 +116,7 @@ class NeighbourBlocks:
     def _enter(self, engine: OtherEngine) -> MetEngine:
         self.memory.ledger.release = self.release  # an engine alone needs no choice there
         self._numbers += 1
-        return MetEngine(self._numbers, engine)
+        return MetEngine(engine, self._numbers)
 
     # Finding
 
@@ -265,7 +243,10 @@ class NeighbourBlocks:
         if self.neighbours.owes_reset:
             self.neighbours.reset()
         self.memory.index.claim_again()
-        self.are_there()
+        if self.reads is not None:
+            self.reads.look()
+        else:
+            self.are_there()
 
     # Ranks
 
@@ -277,5 +258,7 @@ class NeighbourBlocks:
 
     def leased_from(self) -> dict[str, int]:
         """Blocks leased in each engine, as often as each is, also in those that are gone; on any thread."""
+        if self.reads is not None:
+            return self.reads.tier.leased_from()
         each = dict.fromkeys((*self.engines, *self._leased.copy().values()))
         return {one.engine.name: one.engine.index.leased_rows for one in each}

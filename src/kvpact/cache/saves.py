@@ -71,7 +71,7 @@ class Saves:
         held = min(named, self.memory.index.known_prefix(keys, min(start, len(keys) - 1)))
         if held and (held == named or lazy is not None):
             self.memory.index.touch(keys[held - 1])
-            if self.tiers.clients:
+            if self.tiers.written:
                 self.writeback.note_used(linked(keys[:named], request_id=computed.request_id))
         sound = min(named, computed.sound)
         if held < computed.first:

@@ -77,6 +77,8 @@ class Staging:
         if not any(map(self.reads.is_arriving, [*probe.needs.keys[held : min(held + 1, reach)], *state.staged])):
             return False
         earlier = probe.plan.sources if probe.plan is not None else NO_SOURCES
+        if self.finder.others.reads is not None:
+            self.finder.others.reads.note_read(lacking, state.record)
         state.lookups.note(probe.start, None, None, self.tiers.metrics, state.record)
         plan = self.ledger.open_plan(
             probe.request_id,

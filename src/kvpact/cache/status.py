@@ -234,7 +234,8 @@ def status_of(
     found.metrics |= ups
     down = [tier for tier in tiers_in(found.metrics, "tier_up") if not found.metrics[series("tier_up", tier)]]
     now = found.time = cache.tiers.clock()
-    tiers = {name: TierState(name, trouble) for name, trouble in troubles_in(found.metrics, down).items()}
+    tiers = {client.name: TierState(client.name) for client in cache.tiers.beside}
+    tiers |= {name: TierState(name, trouble) for name, trouble in troubles_in(found.metrics, down).items()}
     for client, health in clients:
         tiers[client.name] = TierState(client.name, health.trouble, client.complaint, client.probes.doubted_for(now))
     found.tiers = [*tiers.values()]

@@ -69,7 +69,7 @@ class StepLookups:
         """Note one rank's reads; reads of lookups that have ended are ignored."""
         for read in reads:
             if (task := self._open.get(read.job_id)) is not None:
-                task.sources.add((read.blocks.end, self.tiers.clients[read.tier].name))
+                task.sources.add((read.blocks.end, self.tiers.written[read.tier].name))
                 self.tiers.note_read_elsewhere(read.tier, task.lookup.keys[read.blocks.start : read.blocks.end])
 
     def distrust_blocks(self, block_ids: frozenset[int]) -> None:

@@ -94,6 +94,11 @@ class TierSet:
     timeout: float
     share_drawn_epochs: bool = False
     clients: list[TierClient] = field(default_factory=list, init=False)
+    """All clients, in the order in which blocks are looked for."""
+    written: list[TierClient] = field(default_factory=list, init=False)
+    """Clients of the user's tiers, in the user's order."""
+    beside: list[TierClient] = field(default_factory=list, init=False)
+    """Clients that read and never write; they come before those of all tiers."""
     shared: list[TierClient] = field(default_factory=list, init=False)  # they must be asked what they hold
     contents: dict[TierClient, TierContents] = field(default_factory=dict, init=False)
     completions: int = field(default=0, init=False)
@@ -101,7 +106,12 @@ class TierSet:
     _polled: float = field(default=0.0, init=False)
     """Seconds of the running step that `poll` has taken."""
     _op_ids: Iterator[OpId] = field(default_factory=partial(count, 1), init=False)
-    _under_way: dict[OpId, Callable[[Any, float], None]] = field(default_factory=dict, init=False)
+    under_way: dict[OpId, Callable[[Any, float], None]] = field(default_factory=dict, init=False)
+    """For each operation that has not ended, the call at its end."""
+    _lent: LentSlots = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lent = LentSlots(self.arena.least_slots)
 
     @property
     def most_known(self) -> int:
@@ -110,23 +120,35 @@ class TierSet:
 
     def open(self, executors: Sequence[TierExecutor]) -> None:
         """Use these tiers below the arena from now on, in the user's order. Called once."""
-        lent = LentSlots(self.arena.least_slots)
         labels = distinct([""] * len(executors), [executor.label for executor in executors])
         self.metrics.use_tiers(labels)
         for executor, label in zip(executors, labels, strict=True):
             executor.label = label
-            client = TierClient(
-                executor,
-                lent,
-                timeout=self.timeout,
-                clock=self.clock,
-                metrics=self.metrics,
-                max_deleted_keys=2 * self.most_known,
-            )
+            client = self._client_of(executor)
             self.clients.append(client)
+            self.written.append(client)
             if client.shared:
                 self.shared.append(client)
-            self.contents[client] = TierContents(self.most_known)
+
+    def open_beside(self, executor: TierExecutor) -> TierClient:
+        """Read from this tier, too, from now on, before all others; nothing is written to it."""
+        self.metrics.use_tiers((executor.label,))
+        client = self._client_of(executor)
+        self.beside.append(client)
+        self.clients.insert(0, client)
+        return client
+
+    def _client_of(self, executor: TierExecutor) -> TierClient:
+        client = TierClient(
+            executor,
+            self._lent,
+            timeout=self.timeout,
+            clock=self.clock,
+            metrics=self.metrics,
+            max_deleted_keys=2 * self.most_known,
+        )
+        self.contents[client] = TierContents(self.most_known)
+        return client
 
     def use_what_is_there(self) -> bool:
         """Use each awaited tier that is there now, and none that is lost, of which nothing is known any more.
@@ -134,7 +156,7 @@ class TierSet:
         Returns whether one came.
         """
         came = False
-        for client in self.clients:
+        for client in self.written:
             if client.use_what_is_there():
                 self.contents[client].forget()
                 came |= not client.health.is_awaited
@@ -149,17 +171,17 @@ class TierSet:
     def begin(self, end: Callable[[Any, float], None]) -> OpId:
         """The id of an operation to submit; `end(result, now)` is called when it has ended."""
         op_id = next(self._op_ids)
-        self._under_way[op_id] = end
+        self.under_way[op_id] = end
         return op_id
 
     def withdraw(self, op_id: OpId) -> None:
         """Forget an operation that was refused."""
-        del self._under_way[op_id]
+        del self.under_way[op_id]
 
     @property
     def pending(self) -> int:
         """Number of lookups, reads and writes that have not ended."""
-        pending = len(self._under_way)
+        pending = len(self.under_way)
         for client in self.clients:
             pending += len(client.probes)
         return pending
@@ -192,7 +214,7 @@ class TierSet:
                 if isinstance(done, Deleted):
                     self.contents[client].found.discard(done.keys)
                 else:
-                    self._under_way.pop(done.op_id)(done, now)
+                    self.under_way.pop(done.op_id)(done, now)
                 now = self.clock()
         for client in self.clients:
             client.check(now)
@@ -202,16 +224,18 @@ class TierSet:
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Have every tier drop these blocks and all that need them, because a load of them failed."""
-        for client in self.clients:
+        for client in self.written:
             self.contents[client].found.discard(keys)
             client.delete(keys)
+        for client in self.beside:
+            client.tier.delete(keys)  # it waits for nothing, and asks its owners for nothing
 
     # Reads by the workers themselves
 
     @property
     def shared_tiers(self) -> list[int]:
         """Positions of the shared tiers among those that were opened."""
-        return [at for at, client in enumerate(self.clients) if client.shared]
+        return [at for at, client in enumerate(self.written) if client.shared]
 
     def readable_elsewhere(self, keys: Sequence[BlockKey]) -> int:
         """Number of `keys` in a row that workers may read themselves: a tier may still have blocks it should delete."""
@@ -219,7 +243,7 @@ class TierSet:
 
     def note_read_elsewhere(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A worker has read blocks from the tier at this position: count them, and do not write them again."""
-        client = self.clients[tier]
+        client = self.written[tier]
         self.contents[client].found.add(keys, self.clock())
         self.count_read(client, len(keys), len(keys) * self.arena.slot_bytes)  # of the model's only KV cache group
 

@@ -78,7 +78,7 @@ class WriteBack:
 
         While ranks still check each of their copies, tiers get nothing; afterwards `begin_backlog` finds what there is.
         """
-        if self.tiers.clients and self._is_trusted:
+        if self.tiers.written and self._is_trusted:
             self._unwritten.append(run)
 
     def note_became_held(self, keys: Sequence[BlockKey], own: Sequence[BlockKey] = ()) -> None:
@@ -127,12 +127,12 @@ class WriteBack:
 
     def refute_run(self) -> None:
         """A rank has found a wrong copy: no tier is to give anybody what this engine has written."""
-        for client in self.tiers.clients:
+        for client in self.tiers.written:
             client.deletions.refute_run()
 
     def begin_backlog(self) -> None:
         """The tiers were opened late, or copies are proven now: what memory holds is written to them piece by piece."""
-        self._backlog = dict.fromkeys(self.tiers.clients, range(self.index.space.slot_rows))
+        self._backlog = dict.fromkeys(self.tiers.written, range(self.index.space.slot_rows))
 
     def offer_backlog(self) -> bool:
         """Offer more blocks that memory held when the tiers were opened, to each that has room and may be written.
@@ -226,7 +226,7 @@ class WriteBack:
     def _writers(self) -> Iterator[TierClient]:
         """The tiers that get blocks of this epoch."""
         may_share = self.tiers.may_share(self.epochs.current)
-        return (client for client in self.tiers.clients if may_share or not client.shared)
+        return (client for client in self.tiers.written if may_share or not client.shared)
 
     def _admitted(self, held: Run) -> Run:
         """Run that the tiers get of blocks in memory: with `"admit": "second-use"` those that were offered before."""

@@ -225,6 +225,14 @@ class Neighbour:
         slots: list[int] = np.where(rows < self._slot_rows, numbers, -1).tolist()
         return slots
 
+    def are_held(self, leased: Lease, keys: Sequence[BlockKey]) -> list[bool]:
+        """True for each of these leased blocks that its row still holds, and of which its owner lets be used: to be
+        asked after each copy, before the lease ends."""
+        rows = np.concatenate([np.arange(run.start, run.stop) for run in leased.runs])
+        held = self._state[rows] == HELD
+        held &= (self._words[rows] == _names(keys)).all(axis=1)
+        return [False] * len(keys) if self.is_refused else held.tolist()
+
     def lease_again(self, leased: Lease, count: int) -> Lease:
         """Lease the first `count` blocks of a lease once more, for a lease of its own."""
         runs: list[range] = []

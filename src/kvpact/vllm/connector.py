@@ -261,7 +261,7 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
             metadata = self.scheduler_side.end_broken_step()
             self._abandon_step()
         self.guard.end_step()
-        if (mounted := self.scheduler_side.mounted) is not None and mounted.queues:
+        if (mounted := self.scheduler_side.mounted) is not None and (mounted.queues or mounted.reading):
             self._wake_tiers()
         return metadata
 
