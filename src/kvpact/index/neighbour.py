@@ -230,7 +230,7 @@ class Neighbour:
         asked after each copy, before the lease ends."""
         rows = np.concatenate([np.arange(run.start, run.stop) for run in leased.runs])
         held = self._state[rows] == HELD
-        held &= (self._words[rows] == _names(keys)).all(axis=1)
+        held &= (self._words[rows] == _words(b"".join(keys))).all(axis=1)
         return [False] * len(keys) if self.is_refused else held.tolist()
 
     def lease_again(self, leased: Lease, count: int) -> Lease:
