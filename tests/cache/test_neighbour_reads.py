@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpact.cache.status import status_of
+from kvpact.cache.status import add_neighbours, status_of
 from kvpact.contract import ExternalMatchExit, JobOutcome, WorkerReport
 from kvpact.metrics import MissReason, series
 from kvpact.pool import neighbour_tier
@@ -77,6 +77,7 @@ def test_status_and_why_name_the_source_and_the_engine() -> None:
     other.report(other.step_computing(request))
     other.cache.request_finished("r")
     status = status_of(other.cache, other.cache.metrics, "model", BLOCK_SIZE)
+    add_neighbours(status, other.cache)
     assert status.tokens_by_source() == {"engine": 0, "memory": 0, "neighbours": BLOCKS * BLOCK_SIZE}
     assert [(tier.name, tier.trouble) for tier in status.tiers] == [("neighbours", "")]
     assert status.blocks_leased_from == {"other": 0}

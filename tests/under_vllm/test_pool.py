@@ -93,6 +93,12 @@ def test_an_engine_meets_anew_after_a_reset_and_nobody_after_a_wrong_copy(start:
     until(lambda: (len(met(first)), len(met(second))) == (0, 0))
 
 
+def lock_files() -> set[tuple[int, int]]:
+    """Descriptors of this process, and the inodes, of files of locks: its own engines' and what others have of them."""
+    paths = [path for path in Path("/proc/self/fd").iterdir() if path.exists() and MEMFD in os.readlink(path)]
+    return {(int(path.name), path.stat().st_ino) for path in paths}
+
+
 def test_leases_of_neighbours_are_counted_for_people_who_ask_and_not_in_an_idle_step(
     start: Callable[..., PlayedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,12 +111,11 @@ def test_leases_of_neighbours_are_counted_for_people_who_ask_and_not_in_an_idle_
         asked.append(threading.current_thread().name)
         return leased(self, rows)
 
+    earlier = lock_files()
     first = start("first", stats_file=str(tmp_path / "stats.json"))
     second = start("second")
     until(lambda: (len(met(first)), len(met(second))) == (1, 1))
-    descriptors = [
-        int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists() and MEMFD in os.readlink(path)
-    ]
+    descriptors = [each for each, _ in lock_files() - earlier]
     (theirs, *_) = [each for each in descriptors if not fcntl.fcntl(each, fcntl.F_GETFL) & os.O_ACCMODE]
     assert lease(theirs, range(3))
     monkeypatch.setattr(LockFile, "leased", counted)
