@@ -61,13 +61,18 @@ def chat_prompts(data: Path, requests: int) -> Iterator[Prompt]:
             yield number, keys
 
 
-def coding_prompts(data: Path, requests: int, at_once: int) -> Iterator[Prompt]:
-    """The first requests of coding sessions, so many sessions at once, by time; where one ends the next begins."""
+def coding_sessions(data: Path) -> list[list[dict[str, Any]]]:
+    """Requests of each coding session, as they were recorded."""
     sessions: dict[str, list[dict[str, Any]]] = {}
     with gzip.open(data / "coding_sessions_delta.jsonl.gz", "rt") as lines:
         for one in map(json.loads, lines):
             sessions.setdefault(one["trace"], []).append(one)
-    waiting = enumerate(sessions.values())
+    return [*sessions.values()]
+
+
+def coding_prompts(data: Path, requests: int, at_once: int) -> Iterator[Prompt]:
+    """The first requests of coding sessions, so many sessions at once, by time; where one ends the next begins."""
+    waiting = enumerate(coding_sessions(data))
     running = [(0.0, number, 0.0, _session(number, asked)) for number, asked in (next(waiting) for _ in range(at_once))]
     heapify(running)
     for _ in range(requests):

@@ -121,6 +121,21 @@ def test_neighbours_give_back_the_hits_that_private_memories_lose(tmp_path: Path
         assert private["hit_percent"] < neighbours["hit_percent"]
 
 
+def test_retained_blocks_are_there_after_the_longest_pauses_unless_a_flood_retains_too(tmp_path: Path) -> None:
+    cut = (Path(__file__).parent / "data" / "conversation_trace_600.jsonl").read_text().splitlines()
+    timed = [json.dumps(json.loads(line) | {"timestamp": 1000 * number}) for number, line in enumerate(cut)]
+    (tmp_path / "mooncake_conversation.jsonl").write_text("\n".join(timed))
+    small = ("--traces", "chat", "--flood-requests", "200", "--data", str(tmp_path))
+    plain, retained, *floods = rows_of("retained", *small)
+    assert min(plain["asking"], retained["lost_blocks"]) > 0
+    assert plain["paused_hit"] + 50 < retained["paused_hit"]
+    assert 50 <= retained["lost_back"] <= 100
+    assert retained["others_fall"] == pytest.approx(plain["others_hit"] - retained["others_hit"], abs=0.011)
+    assert ("others_fall" in retained["missed"]) == (retained["others_fall"] > 1)
+    assert [row["load"] for row in floods] == ["no flood", "flood, no shares", "flood with retain, no shares"]
+    assert floods[0]["paused_hit"] >= floods[1]["paused_hit"] > floods[2]["paused_hit"]
+
+
 def test_index_says_what_a_block_costs_beside_a_dict_and_what_a_restart_does() -> None:
     small = ("--sizes", "10000,20000", "--classes", "5000", "--restart", "5000", "--foreign", "5000")
     rows = {(row["what"], row["blocks"]): row for row in rows_of("index", *small)}

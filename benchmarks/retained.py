@@ -1,0 +1,200 @@
+"""Hits of clients that ask `retain` before their longest pauses, on real traces, and what a flood takes from them.
+
+Both traces of `data` through production caches, without an engine, at the traces' own times; a prompt is looked up,
+loaded, computed, saved and ended at once. `chat`: blocks of 512 tokens, memory for 10 % of all prompts' blocks;
+`coding`: blocks of 1,024, 50 sessions at once, memory for a third of their prompts. A client asks before the longest
+pauses, of 1 min to 1 h, as many as fit a fifth of memory. `paused_hit`: percent hit of the turns after those.
+`lost_back`: percent kept of what least-recently-used lost of those. `others_fall`: points that others lose. `unused`:
+percent of retained blocks that the next turn did not use. Flood: another tenant with ten times the load.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.groups import Request, obey
+from benchmarks.host_hits import DATA, UNIT, coding_sessions
+from benchmarks.needs import require_known
+from kvpact import EngineKV, Namespace, PactCache, RequestIdentity, load_config
+from kvpact.hints.schema import KEY, MOST_SECONDS, parse_hints
+from kvpact.identity.groups import one_group
+from kvpact.index.retained_chains import SHARE
+from kvpact.memory.arena import Arena, ArenaSegment
+
+AT_ONCE: Final = 50
+COPIES: Final = 11
+LEAST_SECONDS: Final = 60.0
+MARGIN_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One prompt of a trace's copy, its session's turn before it (-1: none), and the names that both begin with."""
+
+    at: float
+    copy: int
+    session: int
+    names: Sequence[int]
+    before: int
+    shared: int
+
+
+def chat_turns(data: Path, copy: int) -> Iterator[Turn]:
+    """Mooncake's chat by time; each copy begins at another request. The trace names no conversations: a turn is the
+    next of one whose whole blocks it begins with, at least two, if it is the first such turn."""
+    lines = [*map(json.loads, (data / "mooncake_conversation.jsonl").read_text().splitlines())]
+    first = copy * len(lines) // COPIES
+    ends: dict[int, int] = {}
+    for number, line in enumerate(lines[first:] + lines[:first]):
+        names = line["hash_ids"]
+        shared = next((end for end in range(len(names), 1, -1) if names[end - 1] in ends), 0)
+        before = ends.pop(names[shared - 1]) if shared else -1
+        ends[names[-2]] = number
+        at = (line["timestamp"] - lines[first]["timestamp"]) % (lines[-1]["timestamp"] + 1)
+        yield Turn(at / 1e3, copy, 0, names, before, shared)
+
+
+def coding_turns(data: Path, copy: int) -> Iterator[Turn]:
+    """Coding sessions by time, `AT_ONCE` of them; each copy begins with another session."""
+    sessions = coding_sessions(data)
+    first = copy * len(sessions) // COPIES
+    ends = [0.0] * AT_ONCE
+    asked: list[tuple[float, int, dict[str, Any]]] = []
+    for session, requests in enumerate(sessions[first:] + sessions[:first]):
+        at = began = heappop(ends)
+        for one in requests:
+            at = max(at, began + one["t"])  # a sub-agent's prompts stand after what they began beside
+            asked.append((at, session, one))
+        heappush(ends, at)
+    last: dict[int, tuple[int, array[int]]] = {}
+    for number, (at, session, one) in enumerate(sorted(asked, key=lambda turn: turn[:2])):
+        before, previous = last.get(session, (-1, array("I")))
+        names = previous[: one["keep"]]
+        names.extend(start + at for start, count in one["runs"] for at in range(count))
+        last[session] = number, names
+        yield Turn(at, copy, session, names, before, min(one["keep"], len(previous)))
+
+
+TRACES: Final = {"chat": (chat_turns, 1), "coding": (coding_turns, UNIT)}
+
+
+@dataclass
+class Trace:
+    """Turns of a trace, the names in a block, and the blocks of the memory that they are played with."""
+
+    turns: Sequence[Turn]
+    unit: int
+    memory: int = 0
+
+    def blocks(self, numbers: Iterable[int]) -> int:
+        """Blocks of these turns' prompts."""
+        return sum(len(self.turns[number].names) // self.unit for number in numbers)
+
+    def play(self, retain: Mapping[int, float]) -> list[int]:
+        """Serve all prompts and a token more, some retained for so many seconds; returns the blocks that each hit."""
+        now = 0.0
+        table = range(1, 2 + max(len(turn.names) for turn in self.turns) // self.unit)
+        engine = EngineKV(Namespace({"model": "benchmark"}).digest, one_group(self.unit))
+        arena = Arena([ArenaSegment.create(self.memory, 4096)])
+        cache = PactCache(load_config({"hints": "clients"}, {}), engine, arena=arena, clock=lambda: now)
+        found: list[int] = []
+        for number, turn in enumerate(self.turns):
+            now = turn.at
+            request = Request(str(number), [*turn.names, 0], RequestIdentity(salt=f"{turn.copy} {turn.session}"))
+            if (hints := parse_hints({KEY: {"retain": retain[number]}} if number in retain else {})) is not None:
+                cache.note_hints(request, hints)
+            cache.on_new_request(request)
+            match = cache.prepare_external_match(request, 0)
+            assert match is not None, "memory answers at once"
+            if match.num_tokens:
+                cache.commit_external_match(request, match, match.num_tokens, table)
+            cache.note_computed(request, len(request.token_ids), lambda: table)
+            while cache.pending:
+                cache.apply_report(obey(cache.end_step()))
+            cache.request_finished(request.request_id)
+            found.append(match.num_tokens // self.unit)
+        cache.check()
+        cache.shutdown()
+        return found
+
+    def hit(self, found: Sequence[int], numbers: Collection[int]) -> float:
+        """Percent of these turns' blocks that were hit."""
+        return round(100 * sum(found[number] for number in numbers) / max(1, self.blocks(numbers)), 2)
+
+    def longest_pauses(self) -> tuple[set[int], dict[int, float]]:
+        """Turns after the longest pauses; and those before them, which ask `retain`, with the seconds of that."""
+        times = np.array([turn.at for turn in self.turns])
+        taken = np.zeros(len(times), np.int64)
+        chosen: dict[int, float] = {}
+        pauses = ((turn.at - times[turn.before], number) for number, turn in enumerate(self.turns) if turn.before >= 0)
+        for pause, number in sorted(pauses, reverse=True):
+            before = self.turns[number].before
+            until = int(np.searchsorted(times, times[number] + MARGIN_SECONDS, "right"))
+            wanted = taken[before:until] + self.blocks([before])
+            if LEAST_SECONDS <= pause < MOST_SECONDS - MARGIN_SECONDS and wanted.max() <= self.memory // SHARE:
+                taken[before:until] = wanted
+                chosen[before] = float(pause) + MARGIN_SECONDS
+        return {number for number, turn in enumerate(self.turns) if turn.before in chosen}, chosen
+
+
+def pause_rows(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
+    """One row for least-recently-used, and one for `retain` before the longest pauses."""
+    paused, hints = trace.longest_pauses()
+    row = {"trace": name, "memory": trace.memory, "turns": len(trace.turns), "asking": len(paused)}
+    others = {*range(len(trace.turns))} - paused
+    plain, kept = trace.play({}), trace.play(hints)
+    parts = {"all_hit": range(len(plain)), "paused_hit": paused, "others_hit": others}
+    yield row | {"load": "LRU"} | {name: trace.hit(plain, of) for name, of in parts.items()}
+    shared = np.array([trace.turns[number].shared // trace.unit for number in paused], np.int64)
+    before, after = (np.minimum([found[number] for number in paused], shared) for found in (plain, kept))
+    lost, back = int((shared - before).sum()), int(np.maximum(after - before, 0).sum())
+    fall = trace.hit(plain, others) - trace.hit(kept, others)
+    figures = {"lost_blocks": lost, "lost_back": 100 * back / max(1, lost), "others_fall": fall}
+    figures["unused"] = 100 - 100 * int(after.sum()) / max(1, trace.blocks(hints))
+    missed = [name for name, is_missed in (("lost_back", 2 * back < lost), ("others_fall", fall > 1)) if is_missed]
+    row |= {"load": "retain"} | {name: trace.hit(kept, of) for name, of in parts.items()}
+    yield row | {name: round(value, 2) for name, value in figures.items()} | {"missed": ", ".join(missed) or "none"}
+
+
+def flood_rows(name: str, alone: Trace, copies: Iterable[Iterator[Turn]]) -> Iterator[dict[str, Any]]:
+    """One row for the others alone, who ask as in `pause_rows`, and two beside a flood, without and with hints."""
+    paused, hints = alone.longest_pauses()
+    flood = [turn for copy in copies for turn in takewhile(lambda turn: turn.at <= alone.turns[-1].at, copy)]
+    both = replace(alone, turns=sorted([*alone.turns, *flood], key=lambda turn: turn.at))
+    others = [number for number, turn in enumerate(both.turns) if not turn.copy]
+    beside = {others[number]: seconds for number, seconds in hints.items()}
+    everything = {number: MOST_SECONDS for number, turn in enumerate(both.turns) if turn.copy}
+    plays = (("no flood", alone, hints), ("flood, no shares", both, beside))
+    row: dict[str, Any] = {"trace": name, "memory": alone.memory, "turns": len(others)}
+    for load, trace, retain in (*plays, ("flood with retain, no shares", both, beside | everything)):
+        mine = [hit for hit, turn in zip(trace.play(retain), trace.turns, strict=True) if not turn.copy]
+        hit = alone.hit(mine, range(len(mine)))
+        fall = round(row.setdefault("all_hit", hit) - hit, 2)
+        yield row | {"load": load, "all_hit": hit, "paused_hit": alone.hit(mine, paused), "others_fall": fall}
+
+
+def rows(
+    traces: tuple[str, ...] = tuple(TRACES), requests: int = 60_000, flood_requests: int = 1_500, data: Path = DATA
+) -> Iterator[dict[str, Any]]:
+    """Rows of the pauses in so many requests, and of a flood beside so many; 0: of none."""
+    require_known("--traces", traces, TRACES)
+    for name in traces:
+        read, unit = TRACES[name]
+        trace = Trace([*islice(read(data, 0), requests)], unit)
+        if name == "coding":
+            trace.memory = AT_ONCE * trace.blocks(range(len(trace.turns))) // len(trace.turns) // 3
+        else:
+            trace.memory = len({block for turn in trace.turns for block in turn.names}) // 10
+        yield from pause_rows(name, trace)
+        if flood_requests:
+            alone = replace(trace, turns=trace.turns[:flood_requests])
+            yield from flood_rows(name, alone, [read(data, copy) for copy in range(1, COPIES)])
