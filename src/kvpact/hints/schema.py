@@ -51,9 +51,13 @@ class Outcome(NamedTuple):
     result: HintResult
     reason: str = ""
 
+    @property
+    def is_taken(self) -> bool:
+        """True if the hint is acted on, all of it or less."""
+        return self.result in (HintResult.ACCEPTED, HintResult.CLIPPED)
+
     def __str__(self) -> str:
-        is_rejected = self.result not in (HintResult.ACCEPTED, HintResult.CLIPPED)
-        text = "rejected" if is_rejected else self.result.value
+        text = self.result.value if self.is_taken else "rejected"
         return f"{text}: {self.reason}" if self.reason else text
 
 
@@ -90,7 +94,7 @@ class Hints:
         self.store = Store.ALL
         self.retain_seconds = 0.0
         refused = Outcome(HintResult.NOT_SUPPORTED, reason)
-        self.outcomes = {name: refused if _is_taken(outcome) else outcome for name, outcome in self.outcomes.items()}
+        self.outcomes = {name: refused if outcome.is_taken else outcome for name, outcome in self.outcomes.items()}
 
     def described(self) -> dict[str, str]:
         """Outcomes by name, for people and clients."""
@@ -132,10 +136,6 @@ def parse_hints(params: object) -> Hints | None:
 
 def _is_version(value: object) -> bool:
     return type(value) is int and value == VERSION
-
-
-def _is_taken(outcome: Outcome) -> bool:
-    return outcome.result in (HintResult.ACCEPTED, HintResult.CLIPPED)
 
 
 def _shown(name: object) -> str:

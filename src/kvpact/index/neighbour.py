@@ -216,7 +216,7 @@ class Neighbour:
         """Numbers of the slots of leased rows, which keep them; -1 for a row without payload."""
         if not self._extent_rows and max(run.stop for run in runs) <= self._slot_rows:
             return list(chain.from_iterable(runs))
-        rows = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+        rows = _rows_of(runs)
         numbers = rows
         if self._extent_rows:
             extents = rows // self._extent_rows
@@ -228,7 +228,7 @@ class Neighbour:
     def are_held(self, leased: Lease, keys: Sequence[BlockKey]) -> list[bool]:
         """True for each of these leased blocks that its row still holds, and of which its owner lets be used: to be
         asked after each copy, before the lease ends."""
-        rows = np.concatenate([np.arange(run.start, run.stop) for run in leased.runs])
+        rows = _rows_of(leased.runs)
         held = self._state[rows] == HELD
         held &= (self._words[rows] == _words(b"".join(keys))).all(axis=1)
         return [False] * len(keys) if self.is_refused else held.tolist()
@@ -278,6 +278,10 @@ class Neighbour:
         for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+def _rows_of(runs: Sequence[range]) -> RowArray:
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs])
 
 
 def _words(names: bytes) -> Names:
