@@ -15,13 +15,13 @@ help:
 	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
 	@echo 'make demo VLLM=0.33.0   the same on Python files of another release, over the installed compiled parts'
 	@echo 'make gpu    what only a GPU can prove, with the packages that are there: no network is needed'
-	@echo 'make check  format, lint, types, counts, and all tests that need no engine and no server: three minutes'
+	@echo 'make check  format, lint, types, counts, and tests that need no engine and no server, but the longest: four minutes'
 	@echo 'make test   format, lint, types, all tests'
-	@echo 'make test-3.13  the tests that need no engine on Python 3.13, in .venv-3.13, where the machine has it'
+	@echo 'make test-3.13  the tests of make check on Python 3.13, in .venv-3.13, where the machine has it'
 	@echo 'make lint   format, lint, types, and that there are no more lines of code and words than may be'
 	@echo 'make bench  the benchmarks that show what is fast; python -m benchmarks lists all'
 	@echo 'make site   the pages of docs/ as a site, in build/site'
-	@echo 'make proofs what takes real engines longest, in a short form; what fails is run once more'
+	@echo 'make proofs what takes real engines longest, in a short form; what fails is run once more; MINUTES=20 ends it'
 	@echo 'make soak   the proofs, and the long form of what has one'
 	@echo 'make setup  only .venv, with vLLM for the CPU and the development tools'
 
@@ -66,7 +66,7 @@ site:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 proofs: setup
-	$(BIN)/python scripts/run_proofs.py
+	$(BIN)/python scripts/run_proofs.py $(if $(MINUTES),--minutes $(MINUTES))
 
 soak: setup
 	$(BIN)/python -m pytest -m 'soak or proof' --timeout 0

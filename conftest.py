@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from at_the_end import end_all
 from kvpact_testkit.demo.engine import CORES
+from long_tests import LONG
 from reached import loads_engine, needs_engine_or_server, starts_engine_or_server
 
 # An example's time says more about a busy machine than about the code; pytest-timeout ends what hangs.
@@ -132,8 +133,11 @@ def needs_more(*_: object, **__: object) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what needs an engine or a server `real`. The house comes first, then engines, which take longest; of the
-    proofs, of which each file is apart, the longest files."""
+    """Mark what needs an engine or a server `real`, and the longest of the rest `long`.
+
+    The house comes first, then engines, which take longest; of the proofs, of which each file is apart, the longest
+    files.
+    """
     proofs = only_proofs(config)
 
     def rank(item: pytest.Item) -> tuple[int, bool, bool, int]:
@@ -144,6 +148,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("engine") or needs_engine_or_server(item):
             item.add_marker("real")
+        if item.nodeid.startswith(LONG):
+            item.add_marker("long")
         needs_engine = item.get_closest_marker("engine") or "tiny_model" in getattr(item, "fixturenames", ())
         if needs_engine and not item.nodeid.startswith(ENGINES):
             raise pytest.UsageError(f"{item.nodeid} starts an engine; its file must be among ENGINES in {__file__}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests that need no engine on another Python: scripts/test_other_python.sh VERSION, such as 3.13.
+# Runs the tests of `make check` on another Python: scripts/test_other_python.sh VERSION, such as 3.13.
 #
 # They run in .venv-VERSION, which scripts/setup_venv.sh makes without vLLM; a test that needs torch skips itself
 # there. Where the machine has no such Python one line says so, and nothing has been tested: CI counts no test then.

@@ -156,6 +156,7 @@ def test_index_says_what_a_block_costs_beside_a_dict_and_what_a_restart_does() -
     assert rows["foreign slab", 5000]["served"] == 5000
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("scenario", "model", "found"), [
     ("turn", "states", ["720 of 1,041", "864 of 1,041", "720 of 1,041"]),
     ("again", "states and windows", ["480 of 615", "480 of 615", "480 of 615"]),

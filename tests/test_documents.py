@@ -255,6 +255,7 @@ engine.close()
 """
 
 
+@pytest.mark.proof
 def test_the_pages_on_the_driver_and_on_the_scheduler_context_run(reader: Reader) -> None:
     """One after the other, as a reader would; three of the scenarios; the second page's class on a real scheduler."""
     pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")

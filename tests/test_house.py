@@ -15,6 +15,7 @@ import pytest
 from documents import PACKAGES, ROOT, load_script
 from kvpact.contract import ExternalCache
 from kvpact_testkit.vllm.releases import RELEASES
+from long_tests import LONG
 
 SOURCE, KIT = PACKAGES
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -679,10 +680,21 @@ def test_a_docstring_can_be_read_alone() -> None:
     assert found == []
 
 
+def test_each_test_that_is_left_to_make_test_is_there() -> None:
+    def is_there(name: str) -> bool:
+        file, _, inside = name.partition("::")
+        of_class, _, test = inside.rpartition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        return bool(re.search(rf"^(class )?{of_class}\b" if of_class else rf"^def {test}\(", text, re.MULTILINE))
+
+    assert [name for name in LONG if not is_there(name)] == []
+    assert len({*LONG}) == len(LONG)
+
+
 def test_nobody_marks_what_needs_an_engine_or_a_server_by_hand() -> None:
-    """`make check` and `make test-3.13` run all tests that need neither; `conftest.py` finds out which do."""
+    """`make check` and `make test-3.13` run tests that need neither; `conftest.py` finds out which do."""
     script = (ROOT / "scripts" / "test_without_engine.sh").read_text()
-    assert "-m 'not real and not soak and not proof'" in script
+    assert "-m 'not real and not long and not soak and not proof'" in script
     marked = [
         path.name
         for folder in ("tests", "kit/tests")

@@ -64,12 +64,20 @@ def test_crashes():
 TESTS = "tests/test_x.py .. in 3.0s\n===== 2572 passed, 3 skipped in 754.12s (0:12:34) =====\n"
 
 
-def run_proofs(directory: Path, *parts: str) -> tuple[int, list[str]]:
+SLOW = """
+@pytest.mark.proof
+def test_slow():
+    import time
+    time.sleep(4)
+"""
+
+
+def run_proofs(directory: Path, *parts: str, arguments: tuple[str, ...] = ()) -> tuple[int, list[str]]:
     """The exit code and the lines printed for a test file of these parts."""
     (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n proof\n both_cores\naddopts = -m 'not proof'\n")
     (directory / "test_it.py").write_text("".join(parts))
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "run_proofs.py"],
+        [sys.executable, SCRIPTS / "run_proofs.py", *arguments],
         cwd=directory,
         env={
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
@@ -118,6 +126,21 @@ def test_a_run_that_does_not_come_to_its_end_fails(tmp_path: Path) -> None:
     code, lines = run_proofs(tmp_path, GOOD, "\nimport a_module_that_is_not_there\n")
     assert code == 1
     assert lines[-1].startswith("the proofs could not be run to their end")
+
+
+def test_no_proof_begins_after_its_time_and_those_that_are_left_are_counted(tmp_path: Path) -> None:
+    code, lines = run_proofs(tmp_path, GOOD, SLOW, FAILS_TWICE, arguments=("--minutes", "0.0001"))
+    assert code == 1, "a run in which nothing passed is not a good one"
+    assert lines[-3] == "NOT RUN for want of time: 4 proofs, which are among the skipped"
+    assert lines[-1].startswith("4 skipped in ")
+
+
+def test_a_proof_that_began_in_time_is_judged(tmp_path: Path) -> None:
+    """Also in its second run, which comes later."""
+    code, lines = run_proofs(tmp_path, GOOD, FAILS_ONCE, FAILS_TWICE, SLOW, arguments=("--minutes", "100"))
+    assert code == 1
+    assert lines[-1].startswith("1 failed, 4 passed in ")
+    assert not any("NOT RUN" in line for line in lines)
 
 
 def test_no_proofs_at_all_are_a_failure(tmp_path: Path) -> None:

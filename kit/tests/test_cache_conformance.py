@@ -35,26 +35,28 @@ from kvpact_testkit.suite import checks_of
 
 ASYNCHRONOUS: dict[str, Any] = {"sync_load_budget": 0}
 ENDS = ("native", "vllm-0.33")
-"""The modes that differ most; without a tier all are run, and the soak runs all with every tier."""
+"""The modes that differ most; the plainest cache is run in all, and the soak runs all with every tier."""
 
 
 class TestPactCache(CacheConformance):
-    plays = 2
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place)
 
 
 class TestPactCacheThatLoadsAsynchronously(CacheConformance):
-    plays = 2
+    modes = ENDS
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache(place, **ASYNCHRONOUS)
 
 
+@pytest.mark.proof
 class TestPactCacheAboveADisk(CacheConformance):
     modes = ENDS
-    plays = 2
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_disk(place)
@@ -63,15 +65,16 @@ class TestPactCacheAboveADisk(CacheConformance):
 class TestPactCacheAboveADiskThatLoadsAsynchronously(CacheConformance):
     ranks = 3
     modes = ENDS
-    plays = 2
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_disk(place, **ASYNCHRONOUS)
 
 
+@pytest.mark.proof
 class TestPactCacheAboveASharedTier(CacheConformance):
     modes = ENDS
-    plays = 2
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_shared(place)
@@ -79,7 +82,7 @@ class TestPactCacheAboveASharedTier(CacheConformance):
 
 class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(CacheConformance):
     modes = ENDS
-    plays = 2
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return pact_cache_with_all(place, **ASYNCHRONOUS)
@@ -87,19 +90,24 @@ class TestPactCacheAboveADiskAndASharedTierThatLoadsAsynchronously(CacheConforma
 
 class TestPactCacheThatSavesLazilyAndLoadsAsynchronously(CacheConformance):
     modes = ENDS
-    plays = 2
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return lazy_pact_cache(place, **ASYNCHRONOUS)
 
 
 class TestReferenceCache(CacheConformance):
+    plays = 1
+
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return reference_cache(place)
 
 
+@pytest.mark.proof
 class TestReferenceCacheOfOneRankThatLoadsSynchronously(CacheConformance):
     ranks = 1
+    modes = ENDS
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         return reference_cache(place, asynchronous=False)
@@ -109,6 +117,7 @@ class TestTwoCachesInOne(CacheConformance):
     """The longest match wins, and the other is aborted; each cache has workers of its own."""
 
     modes = ENDS
+    plays = 1
 
     def make_cache(self, place: CacheContext) -> CacheUnderTest:
         caches = [

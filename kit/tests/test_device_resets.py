@@ -194,7 +194,7 @@ def play(seed: int, kind: type[PlayedDevice] = PlayedDevice) -> tuple[Found, set
     return found, standings
 
 
-PLAYS = [40, pytest.param(1000, marks=pytest.mark.soak)]
+PLAYS = [20, pytest.param(1000, marks=pytest.mark.soak)]
 
 
 @pytest.mark.timeout(3600)

@@ -131,6 +131,7 @@ def test_a_script_of_calls_that_breaks_something_can_be_played() -> None:
     assert "the rest of its room is held for nobody" in broken.explanation
 
 
+@pytest.mark.proof
 def test_what_a_random_play_breaks_is_shrunk_to_a_few_calls_that_break_it_again_in_the_same_way_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

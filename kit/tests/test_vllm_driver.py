@@ -121,7 +121,8 @@ def test_broken_connectors_are_caught_by_name(name: str) -> None:
     assert check.script
 
 
-@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_simple_connector_breaks_nothing(asynchronous: bool) -> None:
     """What the broken connectors are made of is right: the mistake that is found is the one that was made."""
     config = {"asynchronous": asynchronous}

@@ -33,8 +33,11 @@ TURNS = ONE.replace("states", "turns")
 
 
 def test_every_state_that_is_offered_or_read_is_right() -> None:
-    """Where vLLM and the played worker are wrong by themselves, no connector can be judged."""
-    report = VllmDriver(QUIET, timeout=60.0).run(WALKS)
+    """Where vLLM and the played worker are wrong by themselves, no connector can be judged.
+
+    Every third walk: there is one with each kind and number of drafts, each order of steps and each runner.
+    """
+    report = VllmDriver(QUIET, timeout=60.0).run(WALKS[::3])
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)
 
 
@@ -54,7 +57,11 @@ def promises(check: Check) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("config", [OWN, SMALL, REFERENCE], ids=["own", "small", "reference"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(OWN, marks=pytest.mark.proof), SMALL, REFERENCE],
+    ids=["own", "small", "reference"],
+)
 def test_states_with_drafts_are_served(config: dict[str, Any]) -> None:
     report = VllmDriver(PACT, config, timeout=60.0).run(NAMES if config is OWN else NAMES[8::5])
     assert {check.verdict for check in report.checks} == {Verdict.KEPT}, as_text(report)

@@ -28,6 +28,7 @@ def conformance(reader: Reader, target: str) -> str:
     return reader.run("kvpact", "conformance", target).stdout
 
 
+@pytest.mark.proof
 def test_the_guides_first_cache_breaks_what_the_guide_says(reader: Reader) -> None:
     claimed = re.search(r"Of the (\d+) checks, (\d+) can be run on it and (\d+) of those find something", GUIDE)
     assert claimed is not None

@@ -179,7 +179,7 @@ def test_h122_a_lost_slab_has_given_its_bytes_back_before_there_is_another(tmp_p
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(DiskTier, "open", opened)
-                remove(tmp_path / "kv")
+                slab.unlink()
                 used.until_anew()
             assert left == [0]
 

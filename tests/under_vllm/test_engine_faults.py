@@ -112,6 +112,7 @@ def test_h28_nothing_of_a_load_that_failed_stays_anywhere(
     assert_right(references, longer, again)
 
 
+@pytest.mark.proof
 def test_h13_an_exception_in_any_hook_costs_a_hit_never_the_engine(
     faulty_engine: FaultyEngine, references: References
 ) -> None:

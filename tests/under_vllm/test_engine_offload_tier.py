@@ -73,6 +73,7 @@ def flip_bytes_of_files(folder: Path) -> int:
     return len(paths)
 
 
+@pytest.mark.proof
 def test_blocks_on_a_disk_outlive_a_kill(offloading: Offloading, references: References, tmp_path: Path) -> None:
     engine = offloading.engine(SPEC, [disk(tmp_path / "kv")])
     ask(engine, references, PROMPTS, BLOCKS, 0)

@@ -169,6 +169,7 @@ def test_h13_a_hook_that_fails_costs_its_hits(engine: StepEngine) -> None:
     assert again.same_answer(first)
 
 
+@pytest.mark.proof
 def test_h90_preempted_requests_come_back_and_are_served_again(engine: StepEngine) -> None:
     prompts = [prompt(910 + number, 3, tail=100) for number in range(4)]
     alone = [engine.ask(tokens, max_tokens=60)[0] for tokens in prompts]

@@ -108,6 +108,7 @@ def has_counted(arguments: tuple[str, ...], tokens: int) -> bool:
     return bool(status(*arguments)[1]["prompts"]["tokens"] >= tokens)
 
 
+@pytest.mark.proof
 def test_h128_a_healthy_engine_that_nobody_has_asked_is_not_down_and_one_whose_tier_is_away_says_so(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:

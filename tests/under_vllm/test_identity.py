@@ -153,6 +153,7 @@ def test_h39_a_folder_that_is_called_like_a_snapshot_is_read(repository: Path, c
     assert identity(configured(elsewhere)) != before
 
 
+@pytest.mark.proof
 def test_h39_vllm_itself_serves_the_commit_that_we_name(repository: Path, tmp_path: Path) -> None:
     """vLLM's own reading of its arguments, by processes that have only this hub cache; the branch moves in between.
 

@@ -50,7 +50,7 @@ def on_the_page(column: str, page: str = "rfc.md", columns: tuple[str, ...] = CO
     return {row[0]: int(row[1 + columns.index(column)]) for row in rows}
 
 
-@pytest.mark.parametrize(("column", "scheduler"), [("stock", ""), ("class", PACT)])
+@pytest.mark.parametrize(("column", "scheduler"), [pytest.param("stock", "", marks=pytest.mark.proof), ("class", PACT)])
 def test_locks_are_left_by_a_connector_that_is_not_told(column: str, scheduler: str) -> None:
     """The class changes nothing for a connector that has no way to hear of an end."""
     assert locks_left(scheduler) == on_the_page(column)

@@ -49,6 +49,7 @@ def dearest_steps(half: SchedulerHalf, tokens: int, number: int) -> tuple[float,
     return cold.worst_step, hit.worst_step
 
 
+@pytest.mark.proof
 def test_the_dearest_step_does_not_grow_with_the_prompt(half: SchedulerHalf) -> None:
     """P11, as a ratio in one run: 128k tokens beside 16k, cold and hit."""
     best: dict[int, tuple[float, float]] = {FEWER: (inf, inf), TOKENS: (inf, inf)}

@@ -169,7 +169,7 @@ def test_whatever_happens_every_group_reads_its_own_over_three_lives(model: str,
     for life in range(3):
         dice = random.Random(f"{model} {life}")
         with engine(tmp_path, overlap=bool(life % 2), **CASES[model].settings) as started:
-            for _ in range(60):
+            for _ in range(40):
                 act(started, dice.randrange(1, 2**32))
             started.pause(False)
             assert started.finish()

@@ -160,6 +160,7 @@ def crowd_of(seed: int, requests: int) -> list[list[int]]:
     return crowd
 
 
+@pytest.mark.proof
 def test_p1_p7_under_pressure_every_plan_ends_and_adds_up(engine: FaultyEngine) -> None:
     """Sixty requests, eight at a time, want three times the blocks that there are; a fifth of the users leave."""
     before, plans = settle(engine.process), len(engine.plans)

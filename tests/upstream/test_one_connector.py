@@ -66,6 +66,7 @@ def assert_kept(found: Play) -> None:
     assert reasons.count("commit") == REQUESTS - 3, "of two the user left, and one found nothing"
 
 
+@pytest.mark.proof
 def test_every_promise_ends_under_the_class() -> None:
     for found in play(CLASS):
         assert_kept(found)
