@@ -153,8 +153,10 @@ class HandsResultBack(Leasing):
 class ReturnsMatch(HandsResultBack):
     """The same, in the dataclass."""
 
+    match_type: type[Any] = ExternalKVMatch
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        return ExternalKVMatch(*self.find(request, num_computed_tokens))
+        return self.match_type(*self.find(request, num_computed_tokens))
 
 
 class GetsMatchBack(ReturnsMatch):

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
 import leasing
+from kvpact.contract import ExternalKVMatch
 from kvpact_testkit.vllm.simple_connector import Copy, SimpleConnector
 
 STORED_BLOCKS = 10
@@ -34,7 +37,8 @@ class HandsResultBack(leasing.HandsResultBack, TenBlocks):  # type: ignore[misc]
 
 
 class ReturnsMatch(leasing.ReturnsMatch, TenBlocks):  # type: ignore[misc]
-    pass
+    match_type = getattr(base, "ExternalKVMatch", ExternalKVMatch)
+    """vLLM's own where the series has made one."""
 
 
 class GetsMatchBack(leasing.GetsMatchBack, TenBlocks):  # type: ignore[misc]

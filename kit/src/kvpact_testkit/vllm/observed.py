@@ -84,8 +84,11 @@ class Observed:
         said: dict[str, tuple[int, str]] = {}
 
         @wraps(probe)
-        def noted_probe(request: Any, computed: int) -> tuple[int | None, bool]:
-            answer, asynchronous = probe(request, computed)
+        def noted_probe(request: Any, computed: int) -> Any:
+            given = probe(request, computed)
+            if not isinstance(given, tuple) or len(given) != 2:
+                return given  # in a form that some schedulers take: it is not judged
+            answer, asynchronous = given
             name = request.request_id
             self.probes.append(Probe(self.steps, name, request.num_tokens, computed, answer, asynchronous))
             words = f"{answer} tokens{' later' if asynchronous else ''}" if answer is not None else "'ask again later'"
@@ -96,12 +99,12 @@ class Observed:
             return answer, asynchronous and bool(answer)
 
         @wraps(commit)
-        def noted_commit(request: Any, blocks: Any, num_tokens: int) -> None:
+        def noted_commit(request: Any, blocks: Any, num_tokens: int, *query_result: Any) -> None:
             if num_tokens:
                 journal(f"    vLLM takes {num_tokens} tokens for {request.request_id}")
                 block_ids, *_ = blocks.get_block_ids()
                 self.commits.append(Commit(self.steps, request.request_id, num_tokens, tuple(block_ids)))
-            commit(request, blocks, num_tokens)
+            commit(request, blocks, num_tokens, *query_result)
 
         @wraps(plan)
         def noted_plan(output: Any) -> Any:
