@@ -177,9 +177,13 @@ class Server:
         return f"{what}; the end of {self.log}:\n" + "\n".join(lines[-40:])
 
 
-def tiny_server(model: Path, log: Path, *options: str, **environment: str) -> Server:
-    """`kvpact serve` of a tiny model with 16 MiB of memory, in vLLM's development mode, as a server named "tiny"."""
-    command = [str(Path(sys.executable).with_name("kvpact")), "serve", str(model), "--memory", "16MiB", *TINY, *options]
+def tiny_server(model: Path, log: Path, *options: str, inside: Sequence[str] = (), **environment: str) -> Server:
+    """`kvpact serve` of a tiny model with 16 MiB of memory, in vLLM's development mode, as a server named "tiny".
+
+    `inside` is a command before it, such as `unshare` with its options.
+    """
+    serve = [str(Path(sys.executable).with_name("kvpact")), "serve", str(model)]
+    command = [*inside, *serve, "--memory", "16MiB", *TINY, *options]
     return Server(command, log, {**users_environment(), "VLLM_SERVER_DEV_MODE": "1", **environment})
 
 

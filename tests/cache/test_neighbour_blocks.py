@@ -3,7 +3,9 @@ ranks, and saved here as if they had been computed."""
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 
@@ -176,6 +178,18 @@ def test_h130_a_reset_that_found_no_descriptor_is_made_again_at_each_steps_end_u
     for _ in range(4):
         other.cache.end_step()
     assert len(asked) == 3
+
+
+def test_a_reset_lets_go_of_the_table_that_others_have_read() -> None:
+    one, _ = neighbour_scenes(2)
+    saved(one)
+    table = weakref.ref(one.cache.index.columns)
+    assert table() is not None
+    one.cache.index.reset_columns()
+    gc.collect()
+    assert table() is None, "its descriptors are closed"
+    saved(one, seed=2)
+    assert one.is_at_rest()
 
 
 def test_a_load_from_an_engine_that_goes_meanwhile_ends_and_its_memory_is_let_go() -> None:

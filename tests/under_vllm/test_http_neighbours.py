@@ -55,6 +55,8 @@ class Fleet:
     stack: ExitStack
     alive: list[Server] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
+    inside: tuple[str, ...] = ()
+    """A command that starts each server's."""
 
     def start(self, servers: int) -> None:
         """Start so many at once, and wait until each has met all others."""
@@ -69,7 +71,7 @@ class Fleet:
         log = self.directory / f"server-{next(self.numbers)}.log"
         options = ("--memory=64MiB", *BLOCK_BY_BLOCK, *options)
         environment["KVPACT_RECOMPUTE_IF_FASTER"] = "false"
-        return self.stack.enter_context(tiny_server(self.model, log, *options, **environment))
+        return self.stack.enter_context(tiny_server(self.model, log, *options, inside=self.inside, **environment))
 
     def start_replicas(self) -> Server:
         """Start one server with two data-parallel engines, which have met."""
@@ -224,4 +226,25 @@ def test_of_two_data_parallel_engines_each_loads_what_the_other_computed(fleet: 
         assert loaded.cached_tokens == local.cached_tokens == BLOCKS * BLOCK
         assert loaded.same_as(local)
     until(lambda: fleet.from_neighbours() == 2 * BLOCKS * BLOCK)
+    until(fleet.is_at_rest)
+
+
+@pytest.mark.soak
+@pytest.mark.both_cores
+def test_servers_in_two_pid_namespaces_load_from_each_other_until_one_is_killed(fleet: Fleet) -> None:
+    """As two containers that share the folder of the sockets; each takes itself for process 1 or a few more."""
+    fleet.inside = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    fleet.start(2)
+    asked = [prompt(5_600 + number, BLOCKS) for number in range(2)]
+    for tokens, computing, loading in zip(asked, fleet.alive, reversed(fleet.alive), strict=True):
+        assert computing.ask(tokens).cached_tokens == 0
+        local = computing.ask(tokens)
+        loaded = loading.ask(tokens)
+        assert loaded.cached_tokens == local.cached_tokens == BLOCKS * BLOCK
+        assert loaded.same_as(local)
+    until(lambda: fleet.from_neighbours() == 2 * BLOCKS * BLOCK)
+    until(fleet.is_at_rest)
+    fleet.alive.pop(0).kill()
+    answer = fleet.alive[0].ask(asked[0])
+    assert answer.cached_tokens == BLOCKS * BLOCK, "what was loaded is its own"
     until(fleet.is_at_rest)

@@ -317,7 +317,8 @@ class PactCache(ExternalCache):
         self._load_budget.end_step()
         self.ledger.expire(now)
         self._queue.end_step()
-        if self._columns is not None and self._columns.claims is not None:
+        if self.others.lends or (self._columns is not None and self._columns.claims is not None):
+            self._columns = None  # a reset replaces it from now on
             self.others.end_step()
         work = self._jobs.end_step(now, self._steps.end_step())
         return replace(work, extra=self.others.for_ranks()) if self.others.has_news else work
@@ -460,10 +461,8 @@ class PactCache(ExternalCache):
             part.check()
         for state in self.requests.live.values():
             state.waiting.check()
-        known = self.ledger.known_requests.union(
-            self._saves.lazy.known_requests if self._saves.lazy is not None else (),
-            self._jobs.unnamed,
-        )
+        lazy = self._saves.lazy.known_requests if self._saves.lazy is not None else ()
+        known = self.ledger.known_requests.union(lazy, self._jobs.unnamed)
         loading = {load.job.request_id for load in self._jobs.loads.values()}
         if gone := known - loading - self.requests.live.keys():
             raise PactViolation(f"something is kept of requests that have finished: {sorted(gone)}")

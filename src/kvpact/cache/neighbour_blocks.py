@@ -89,6 +89,8 @@ class NeighbourBlocks:
     """Reads into own slots, where no rank copies from another engine's; `neighbours` has no engine then."""
     has_news: bool = field(default=False, init=False)
     """True if ranks are to hear from which engines loads may come."""
+    lends: bool = field(default=False, init=False)
+    """True once others may lease rows of `memory`."""
     _met: tuple[OtherEngine, ...] = field(default=(), init=False)
     engines: list[MetEngine] = field(default_factory=list, init=False)
     """Engines that were there at the last look."""
@@ -239,7 +241,11 @@ class NeighbourBlocks:
         engine.engine.index.release(lease.lease)
 
     def end_step(self) -> None:
-        """Take back rows of this engine that others lease no more, and let go of engines that are gone."""
+        """Take back rows of this engine that others lease no more, and let go of engines that are gone.
+
+        From the first step on in which others may lease them.
+        """
+        self.lends = True
         if self.neighbours.owes_reset:
             self.neighbours.reset()
         self.memory.index.claim_again()
