@@ -232,7 +232,6 @@ METRICS: tuple[Metric, ...] = (
     _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store reports, other writers' included."),
     _by_tier("queued_write_bytes", "gauge", "bytes", "Bytes that wait to be written to the tier now."),
     _by_tier("slow_tiers", "gauge", "tiers", "Tiers not asked lately because computing is faster: 1 or 0."),
-    _by_tier("open_breakers", "gauge", "tiers", "Tiers paused now, 1 or 0: after failures, or not reachable yet."),
     _by_tier("read_bytes_per_second", "gauge", "bytes per second", "Bytes per second arriving from the tier, lately."),
     Metric("prefill_speed", "gauge", "tokens per second", "Tokens per second of prompts computed, lately."),
     _info("tier_info", "tiers", "Tiers, each with its URL without secrets; always 1.", "tier", "url"),

@@ -163,7 +163,7 @@ def test_h120_a_tier_that_stays_slow_keeps_nobody_waiting_and_the_reason_is_told
     assert scene.count("misses", MissReason.RECOMPUTE_FASTER) == 60
     assert scene.count("misses", MissReason.NOT_STORED) == 0
     assert scene.count("slow_tiers", "dictionary") == 1
-    assert scene.count("open_breakers", "dictionary") == 0
+    assert scene.count("tier_up", "dictionary") == 1
     assert scene.count("skipped_lookups", "dictionary") == 60
     said = "a look-up takes 1,500 ms, and the engine computes such prompts sooner"
     found = status_of(scene.cache, scene.cache.metrics, "model", BLOCK_SIZE)

@@ -176,7 +176,7 @@ def test_h10_a_store_that_hangs_costs_a_deadline_and_is_left_alone(make_scene: C
             scene.now += 0.5
         assert answers == [None] * 4 + [ExternalKVMatch(0)]
         scene.cache.request_finished(request.request_id)
-    assert count(scene, "open_breakers", SHARED) == 1, "three deadlines in a row were missed"
+    assert count(scene, "tier_up", SHARED) == 0, "three deadlines in a row were missed"
     asked = SceneRequest("not delayed", tokens(33, 3))
     assert scene.cache.prepare_external_match(asked, 0) == ExternalKVMatch(0), "an ill store is not asked"
     assert count(scene, "skipped_lookups", SHARED) == 1
@@ -186,7 +186,7 @@ def test_h10_a_store_that_hangs_costs_a_deadline_and_is_left_alone(make_scene: C
     assert scene.cache.prepare_external_match(tries, 0) == ExternalKVMatch(0), "no request waits for the probe"
     scene.settle_tiers()
     assert scene.prepare(SceneRequest("back", tokens(33, 4))).num_tokens == 32
-    assert count(scene, "open_breakers", SHARED) == 0
+    assert count(scene, "tier_up", SHARED) == 1
 
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["it hangs", "it answers"])
@@ -239,7 +239,7 @@ def test_writes_that_take_long_are_nobodys_wait_and_no_reason_to_leave_a_store_a
         store.gate.set()
         scene.settle_tiers()
     assert count(scene, "tier_failures", SHARED) == 0
-    assert count(scene, "open_breakers", SHARED) == 0
+    assert count(scene, "tier_up", SHARED) == 1
     assert count(scene, "written_blocks", SHARED) == 32
     assert count(scene, "dropped_writes", SHARED) == 0
 

@@ -117,8 +117,8 @@ def test_h61_a_disk_that_hangs_is_left_alone_and_leaves_the_arena_to_others(tmp_
     assert sum(steps >= 5 for steps in waited) <= 3, f"so many wait their whole deadline of 5 steps: {waited}"
     assert scene.room() >= SLOTS // 2
     shot = scene.cache.observe()
-    assert shot[series("open_breakers", "disk")] == 1
-    assert shot[series("open_breakers", "dictionary")] == 0
+    assert shot[series("tier_up", "disk")] == 0
+    assert shot[series("tier_up", "dictionary")] == 1
     assert scene.prepare(elsewhere).num_tokens == BLOCKS * BLOCK_SIZE, "the healthy tier keeps its hits"
     scene.run_cold(request("mine", 200))
     assert scene.prepare(request("again", 200)).num_tokens == BLOCKS * BLOCK_SIZE, "so does the arena"
@@ -127,7 +127,7 @@ def test_h61_a_disk_that_hangs_is_left_alone_and_leaves_the_arena_to_others(tmp_
     scene.now += 10.0
     scene.forget_memory()
     assert scene.prepare(request("back", 9)).num_tokens == BLOCKS * BLOCK_SIZE
-    assert scene.cache.observe()[series("open_breakers", "disk")] == 0
+    assert scene.cache.observe()[series("tier_up", "disk")] == 1
 
 
 def test_h61_a_disk_that_hangs_costs_hooks_no_time(tmp_path: Path, reads: Gate) -> None:

@@ -100,4 +100,4 @@ def test_h22_every_tenth_answer_is_damaged_on_the_wire(tmp_path: Path, stack: Ex
             before[seed] = trouble(scene, kind)
             missed.append(BLOCKS - load(scene, f"round {rounds}, {seed}", seed))
             assert not missed[-1] or trouble(scene, kind) > last, f"{missed[-1]} blocks are missed, nobody says why"
-    assert scene.cache.observe()[series("open_breakers", kind)] == 0
+    assert scene.cache.observe()[series("tier_up", kind)] == 1

@@ -62,12 +62,12 @@ def test_h97_what_is_not_there_at_the_start_is_used_when_it_is(
     """With what memory held until then; the metrics tell of it, and the log once."""
     engine = start(late.url, memory="8MiB")
     assert_right(engine, PROMPTS[0], 0)
-    assert engine.counts[f'open_breakers{{tier="{late.label}"}}'] == 1
+    assert engine.counts[f'tier_up{{tier="{late.label}"}}'] == 0
     late.come()
     step_until(engine, lambda: engine.counts[f'written_blocks{{tier="{late.label}"}}'] == 6)
     assert_right(engine, PROMPTS[1], 0)
     flush(engine)
-    assert engine.counts[f'open_breakers{{tier="{late.label}"}}'] == 0
+    assert engine.counts[f'tier_up{{tier="{late.label}"}}'] == 1
     said = [record.getMessage() for record in caplog.records if late.url.partition("?")[0] in record.getMessage()]
     assert len([line for line in said if "serving without the tier" in line]) == 1
     assert len([line for line in said if line.endswith("is used from now on")]) == 1
@@ -89,14 +89,14 @@ def test_h122_what_is_removed_under_an_engine_costs_what_was_there_and_is_used_a
     assert_right(engine, PROMPTS[0], 0)
     flush(engine)
     late.mount.rename(late.mount.with_name("away"))
-    step_until(engine, lambda: engine.counts[f'open_breakers{{tier="{late.label}"}}'] == 1)
+    step_until(engine, lambda: engine.counts[f'tier_up{{tier="{late.label}"}}'] == 0)
     step_until(engine, lambda: "serving without the tier" in caplog.text)
     assert caplog.text.count(f"{late.mount} does not exist; create it") == 1
     late.come()
     step_until(engine, lambda: engine.counts[f'written_blocks{{tier="{late.label}"}}'] == 12)
     assert_right(engine, PROMPTS[1], 0)
     flush(engine)
-    assert engine.counts[f'open_breakers{{tier="{late.label}"}}'] == 0
+    assert engine.counts[f'tier_up{{tier="{late.label}"}}'] == 1
     engine.close()
 
     again = start(late.url)

@@ -52,7 +52,7 @@ _ANSWER_S: Final = 10.0
 _DIRECTORIES: Final = ("dir", "file")
 
 COUNTED: Final = (
-    "open_breakers",
+    "tier_up",
     "lookup_seconds",
     "read_bytes_per_second",
     "held_blocks",
@@ -373,7 +373,8 @@ def _as_counted(counts: Mapping[str, float], name: str) -> dict[str, Any]:
 
     lookups = counts.get(f'lookup_seconds_count{{tier="{name}"}}', 0)
     seconds = counts.get(f'lookup_seconds_sum{{tier="{name}"}}', 0) / (lookups or 1)
-    return {"tier": str(name), **{metric: of(metric) for metric in COUNTED}, "lookup_seconds": seconds}
+    known = {"tier_up": counts.get(series("tier_up", name)), "lookup_seconds": seconds}
+    return {"tier": str(name), **{metric: of(metric) for metric in COUNTED}, **known}
 
 
 def _as_shown(row: Mapping[str, Any]) -> list[str | Text]:
@@ -382,7 +383,7 @@ def _as_shown(row: Mapping[str, Any]) -> list[str | Text]:
     used = int(row["used_bytes"])
     return [
         row["tier"],
-        bad("open") if row["open_breakers"] else "",
+        bad("open") if row["tier_up"] == 0 else "",
         _milliseconds(row["lookup_seconds"]),
         f"{format_size(speed)}/s" if speed else "",
         f"{row['held_blocks']:.0f}" if row["held_blocks"] else "",

@@ -404,10 +404,8 @@ def observe_tier(metrics: Gauges, client: TierClient, block_bytes: int) -> None:
     name = client.name
     capacity = client.capacity()
     counts = client.counts()
-    is_paused = client.health.is_paused
     if client.health.is_known:
-        metrics.set("tier_up", int(not is_paused), name)
-    metrics.set("open_breakers", int(is_paused), name)
+        metrics.set("tier_up", int(not client.health.is_paused), name)
     metrics.set("slow_tiers", int(bool(client.probes.slowness)), name)
     metrics.set("capacity_blocks", capacity.capacity_bytes // block_bytes, name)
     metrics.set("held_blocks", capacity.blocks, name)

@@ -20,7 +20,6 @@ NAMES: Final = frozenset(
         "dropped_writes",
         "evicted_blocks",
         "held_blocks",
-        "open_breakers",
         "queued_write_bytes",
         "read_blocks",
         "read_bytes",
