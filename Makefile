@@ -9,12 +9,13 @@ BIN := $(VENV)/bin
 # take hours or a GPU. lifecycle and churn take 17 minutes and more, e2e 45.
 BENCHMARKS := limits copy tiers index imports lifecycle running flood step_time disk_tier engine_speed decodes e2e churn
 
-.PHONY: help setup demo gpu check test test-3.13 lint bench site proofs soak
+.PHONY: help setup demo gpu gpu-plan check test test-3.13 lint bench site proofs soak
 
 help:
 	@echo 'make demo   the main job on a real vLLM: computed once, then loaded from memory and from disk'
 	@echo 'make demo VLLM=0.33.0   the same on Python files of another release, over the installed compiled parts'
 	@echo 'make gpu    what only a GPU can prove, with the packages that are there: no network is needed'
+	@echo 'make gpu-plan  what that would run, part by part, with the seconds of each'
 	@echo 'make check  format, lint, types, counts, and tests that need no engine and no server, but the longest: four minutes'
 	@echo 'make test   format, lint, types, all tests'
 	@echo 'make test-3.13  the tests of make check on Python 3.13, in .venv-3.13, where the machine has it'
@@ -33,6 +34,9 @@ demo:
 	@$(SYSTEM) venv engine$(if $(VLLM),=cpu)
 	@$(SETUP) engine$(if $(VLLM),=cpu)
 	@$(if $(VLLM),$(BIN)/python scripts/on_release.py $(VLLM) )$(BIN)/kvpact demo
+
+gpu-plan:
+	@$(or $(wildcard $(BIN)/python),$(PYTHON),python3) scripts/run_gpu.py --plan
 
 gpu:
 	@$(or $(wildcard $(BIN)/python),$(PYTHON),python3) scripts/run_gpu.py

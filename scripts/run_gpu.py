@@ -1,9 +1,8 @@
-"""What only a GPU can prove: python scripts/run_gpu.py [--out DIR] [--seconds S] [--only PART ...]
+"""What only a GPU can prove: python scripts/run_gpu.py [--plan] [--out DIR] [--seconds S] [--only PART ...]
 
-In this order: `graphs`, whether captured graphs read what was loaded before they were replayed; `doctor`, what `kvpact
-doctor --gpu` measures; `suite`, the other tests of the copies that run on the device; and, where vLLM can be imported,
-`answers`, whether its engines say the same with kvpact and without it, and `demo`, the demonstration, with two ranks
-too where there are two GPUs. Needs torch for CUDA, the packages that kvpact and its tests import, and no network.
+`--plan` runs nothing: it lists the parts in their order, which is that of their worth if the run is cut off, with the
+seconds that each is expected to take and may take. Those with engines are left out where vLLM cannot be imported. Needs
+torch for CUDA, the packages that kvpact and its tests import, and no network.
 
 DIR/gpu-results.json has all that was found so far, and DIR/gpu-results.md a table for benchmarks/RESULTS.md: both are
 written as results come, and are whole if this process is killed. It ends after S seconds, 570 unless told otherwise.
@@ -13,6 +12,7 @@ The exit status is 0 if all that was run is good, 1 if not, and 2 if nothing can
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,19 @@ print(json.dumps(found))
 
 Results = dict[str, Any]
 
-Part = Callable[[Results, float, Path], Iterator[Results]]
+Run = Callable[[Results, float, Path], Iterator[Results]]
 """(the machine, when it must be over, where files may lie) -> what is found so far, again and again."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the run. `expected_seconds` are an estimate, also where no GPU has run it."""
+
+    run: Run
+    expected_seconds: int
+    most_seconds: int
+    """Its budget: it is ended then, with what it has found. Parts that `--only` names share the whole time."""
+    proves: str
 
 
 class Unusable(Exception):
@@ -162,10 +174,10 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def tests(*which: str) -> Part:
+def tests(*which: str) -> Run:
     """A part that runs tests: good if they pass, and some ran on the device."""
 
-    def part(machine: Results, until: float, out: Path) -> Iterator[Results]:
+    def run(machine: Results, until: float, out: Path) -> Iterator[Results]:
         counts: Counter[str] = Counter()
         on_device = 0
         bad: list[str] = []
@@ -183,7 +195,7 @@ def tests(*which: str) -> Part:
                 yield found(good=False)
         yield found(good=child.status == 0 and on_device > 0 and not bad) | child.ended()
 
-    return part
+    return run
 
 
 def doctor(machine: Results, until: float, out: Path) -> Iterator[Results]:
@@ -206,6 +218,20 @@ def reporting(until: float, report: Path, *command: str) -> Iterator[Results]:
     for _ in child:
         yield {"good": False, "report": read(report)}
     yield {"good": child.status == 0, "report": read(report)} | child.ended()
+
+
+def first_token(machine: Results, until: float, out: Path) -> Iterator[Results]:
+    """Rows of `benchmarks/gpu_first_token.py`, each as soon as it is printed."""
+    if not machine["has_vllm"]:
+        yield dict(NO_VLLM)
+        return
+    rows: list[Results] = []
+    child = Child(until, "-m", "benchmarks", "gpu_first_token", "--no-disk", "--readings", "4")
+    for line in child:
+        if line.startswith("{'"):
+            rows.append(ast.literal_eval(line))
+            yield {"good": False, "rows": rows}
+    yield {"good": child.status == 0 and bool(rows), "rows": rows} | child.ended()
 
 
 def demo(machine: Results, until: float, out: Path) -> Iterator[Results]:
@@ -234,12 +260,14 @@ def read(report: Path) -> Any:
 NO_VLLM = {"good": True, "left_out": "vLLM cannot be imported here"}
 
 PARTS: dict[str, Part] = {
-    "graphs": tests(GRAPHS),
-    "doctor": doctor,
-    "suite": tests(*SUITE),
-    "answers": answers,
-    "demo": demo,
+    "graphs": Part(tests(GRAPHS), 60, 75, "captured graphs read what was loaded before they were replayed"),
+    "suite": Part(tests(*SUITE), 60, 75, "the other tests of the copies: random ones in six layouts, order, the end"),
+    "answers": Part(answers, 170, 220, "engines say the same with kvpact and without it"),
+    "first_token": Part(first_token, 110, 150, "first tokens computed, from vLLM's own KV, from memory; others' gaps"),
+    "demo": Part(demo, 90, 120, "the demonstration, with a restart, and two ranks where there are two GPUs"),
+    "doctor": Part(doctor, 60, 75, "`kvpact doctor --gpu`: loads, saves and pinning by page size and layout"),
 }
+"""By name, in the order of their worth."""
 
 
 def table(results: Results) -> Iterator[str]:
@@ -274,6 +302,11 @@ def rows_of(name: str, part: Results) -> Iterator[tuple[str, str, str]]:
         yield "`kvpact doctor --gpu`", report.get("error", report.get("device", "")), good
         for section, figures in report.get("sections", {}).items():
             yield section, shown(figures), ""
+    elif name == "first_token":
+        yield "first tokens, and gaps of others", "", good
+        for row in part.get("rows", ()):
+            what = " ".join(str(row[key]) for key in ("tokens", "what") if key in row)
+            yield what, shown({key: value for key, value in row.items() if key not in ("tokens", "what")}), ""
     elif name == "answers":
         yield "answers with kvpact and without", "", good
         for scene, found in ((part.get("report") or {}).get("scenes", {})).items():
@@ -320,6 +353,18 @@ def write(results: Results, out: Path) -> None:
         beside.replace(out / name)
 
 
+def planned(only: list[str] | None, seconds: float) -> Iterator[str]:
+    """Lines that say what a run does, with the seconds that each part has."""
+    left = seconds
+    for name in only or PARTS:
+        part = PARTS[name]
+        most = left if only else min(left, part.most_seconds)
+        expected = min(most, part.expected_seconds)
+        yield f"{name:12} {expected:4.0f} s expected, {most:4.0f} s at most: {part.proves}"
+        left -= expected
+    yield f"{'all':12} {seconds - left:4.0f} s expected, {seconds:4.0f} s at most; rows are written as they come"
+
+
 def main(arguments: list[str]) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description="What only a GPU can prove.")
@@ -330,13 +375,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--only", action="append", choices=list(PARTS), metavar="PART", help=f"{', '.join(PARTS)}; repeatable"
     )
+    parser.add_argument("--plan", action="store_true", help="say what a run would do, and end")
     given = parser.parse_args(arguments)
+    if given.plan:
+        print(*planned(given.only, given.seconds), sep="\n", flush=True)
     until = time.monotonic() + given.seconds
     try:
         machine = look()
     except Unusable as error:
         print(f"run_gpu: {error}", file=sys.stderr)
-        return 2
+        return 0 if given.plan else 2
+    if given.plan:
+        print(f"here: {', '.join(machine['gpus'])}")
+        return 0
     given.out.mkdir(parents=True, exist_ok=True)
     parts: dict[str, Results] = {}
     results: Results = {"format": 2, "good": False, "machine": machine, "parts": parts}
@@ -348,7 +399,8 @@ def main(arguments: list[str]) -> int:
         if began > until:
             parts[name] |= {"finished": True, "left_out": "out of time"}
             continue
-        for found in PARTS[name](machine, until, given.out.resolve()):
+        part_until = until if given.only else min(until, began + PARTS[name].most_seconds)
+        for found in PARTS[name].run(machine, part_until, given.out.resolve()):
             parts[name] = found | {"finished": False, "seconds": round(time.monotonic() - began, 1)}
             write(results, given.out)
         parts[name]["finished"] = True

@@ -195,7 +195,7 @@ class Bed:
         self._transfers[kind] += [one for one in transfers if one.blocks_left]
         return transfers
 
-    def _submit_fairly(self) -> None:
+    def _submit_fairly(self, max_copies: int | None = None, max_load_bytes: int | None = None) -> None:
         """A step that computes gives the device its share of copies, and in each direction less than a block more.
 
         Of several loads that wait, those with the least left and the oldest go on.
@@ -203,7 +203,7 @@ class Bed:
         assert self.driver is not None
         loads, saves = ([one for one in kind if one.blocks_left] for kind in self._transfers.values())
         before, left = self.driver.num_entries, {load: load.blocks_left for load in loads}
-        self._submit_some()
+        self._submit_some(max_copies, max_load_bytes)
         if self.driver.num_entries - before > STEP_ENTRIES + 2 * self._entries_per_block:
             self.driver.violations.append(f"{self.driver.num_entries - before} copies in a step")
         if len({load.job.group_id for load in loads}) == 1:

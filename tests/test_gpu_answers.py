@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,13 +102,41 @@ def test_the_order_of_work_names_each_part_once() -> None:
     assert sorted(re.findall(r"--only (\w+)", " ".join(commands))) == sorted(RUN.PARTS)
 
 
-def test_where_there_is_no_gpu_one_line_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", [False, True], ids=["run", "plan"])
+def test_where_there_is_no_gpu_one_line_says_so(plan: bool, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="no engine is installed; `make setup` installs one")
     if torch.cuda.is_available():
         pytest.skip("here is one")
     command: list[str | Path] = [sys.executable, ROOT / "scripts" / "run_gpu.py", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    done = subprocess.run([*command, *["--plan"] * plan], capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if plan else 2)
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"run_gpu: torch {torch.__version__} ")
     assert not list(tmp_path.iterdir())
+    assert [said.split()[0] for said in done.stdout.splitlines()] == ([*RUN.PARTS, "all"] if plan else [])
+
+
+def test_the_plan_fits_into_its_time_and_the_last_parts_get_what_is_left() -> None:
+    assert sum(part.expected_seconds for part in RUN.PARTS.values()) <= RUN.SECONDS
+    assert all(part.expected_seconds <= part.most_seconds for part in RUN.PARTS.values())
+    *parts, total = RUN.planned(None, 100.0)
+    assert parts[0].startswith("graphs         60 s expected,   75 s at most: ")
+    assert parts[1].startswith("suite          40 s expected,   40 s at most: ")
+    assert parts[-1].startswith("doctor          0 s expected,    0 s at most: ")
+    assert total.startswith("all           100 s expected,  100 s at most")
+    assert next(RUN.planned(["demo"], 300.0)).startswith("demo           90 s expected,  300 s at most: ")
+
+
+def test_rows_of_first_tokens_are_results_as_they_are_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = [{"tokens": 2048, "what": "cold", "ttft_ms": 54.3}, {"what": "16 decode", "p99_ms": 7.9}]
+    printed = "loading\n" + "".join(f"{row}\n" for row in said)
+    child = RUN.Child
+    monkeypatch.setattr(RUN, "Child", lambda until, *arguments: child(until, "-c", f"print({printed!r}, end='')"))
+    run = RUN.PARTS["first_token"].run({"has_vllm": True}, time.monotonic() + 60, tmp_path)
+    ended = [(one["good"], len(one["rows"])) for one in run]
+    assert ended == [(False, 1), (False, 2), (True, 2)]
+    assert [*RUN.rows_of("first_token", {"good": True, "finished": True, "rows": said})] == [
+        ("first tokens, and gaps of others", "", "yes"),
+        ("2048 cold", "ttft_ms 54.3", ""),
+        ("16 decode", "p99_ms 7.9", ""),
+    ]

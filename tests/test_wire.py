@@ -32,6 +32,8 @@ WORK = StepWork(
     recalls=(1,),
     overdue=(1,),
     lookups=(StepLookup(2, "r", 32, 16, (BlockKey(b"key"),)),),
+    max_copies=1083,
+    max_load_bytes=1 << 28,
 )
 STEP = StepMessage(
     WORK,
@@ -58,6 +60,7 @@ SCHEMAS = {
     3: "6794babd79d13237",
     4: "a32e33424380144b",
     5: "374179eaf51dc03b",
+    6: "d1d4fd01a38f89ab",
 }
 """Version of the messages -> digest of their fields."""
 

@@ -22,11 +22,10 @@ from kvpact.contract import (
     SaveJob,
     StepWork,
     WorkerReport,
-    num_blocks_for,
 )
 from kvpact.identity.groups import GroupKind, GroupSet
 from kvpact.identity.keys import BlockKey, BlockKeys, RequestIdentity
-from kvpact.ranges import BlockRange, RangeSet, hull
+from kvpact.ranges import BlockRange, RangeSet, hull, num_blocks_for
 from kvpact_testkit.cache.conformance import CacheContext, CacheFactory, CacheUnderTest
 from kvpact_testkit.cache.subjects import pact_cache
 from kvpact_testkit.engine import ReferenceCache

@@ -254,6 +254,10 @@ class StepWork:
     extra: object = None
     lookups: tuple[StepLookup, ...] = ()
     """Lookups by the workers before they begin the step; each belongs to one of `saves` (`SupportsStepLookup`)."""
+    max_copies: int | None = None
+    """Most copies that a rank gives its device beside the loads that the step waits for; None: the rank's own limit."""
+    max_load_bytes: int | None = None
+    """Most bytes of asynchronous loads among these copies; None: no limit."""
 
     def failed(self, num_ranks: int) -> WorkerReport:
         """The report of ranks of which none carried out any load or save of this step."""
@@ -593,8 +597,3 @@ class ExternalCacheWorker(ABC):
 
     def shutdown(self) -> None:
         """Stop all threads and release memory, in bounded time."""
-
-
-def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens; the last one may be partly filled."""
-    return -(-num_tokens // block_size)

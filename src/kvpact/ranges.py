@@ -121,3 +121,8 @@ def hull(ranges: Iterable[RangeSet]) -> RangeSet:
     """Hull over several ranks' failed sets, as a set."""
     whole = RangeSet.of(*[item for ranges_of_rank in ranges for item in ranges_of_rank.ranges]).hull()
     return RangeSet.of(whole) if whole else NO_RANGES
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens; the last one may be partly filled."""
+    return -(-num_tokens // block_size)

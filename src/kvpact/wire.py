@@ -22,7 +22,7 @@ Message = TypeVar(
     "Message", bound="StepMessage | WorkerHandshake | WorkerReport | LentSegment | MeetingQuestion | MeetingOffer"
 )
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Version of the messages; it changes whenever one of their fields changes."""
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact.cache.load_budget import STEP_COPIES, LoadBudget
-from kvpact.contract import ExternalKVMatch, LoadJob
+from kvpact.contract import ExternalKVMatch, LoadJob, StepWork
 from kvpact.errors import PactViolation
 from kvpact.memory.arena import Arena, ArenaSegment
 from scenes import BLOCK_SIZE, PAGE, Scene, SceneRequest, tokens
@@ -237,6 +237,122 @@ def test_where_no_thread_gives_copies_to_a_device_none_are_counted(steps: Steps)
     steps.compute(steps.request(1))
     steps.end()
     assert steps.take(6)
+
+
+def decodes(steps: Steps, request: SceneRequest, seconds: float, count: int = 3) -> StepWork:
+    """So many steps that compute a token of the request, each of which takes `seconds`; returns the last one's work."""
+    for _ in range(count):
+        steps.compute(request)
+        work = steps.scene.cache.end_step()
+        steps.scene.report(work)
+        steps.scene.now += seconds
+    return work
+
+
+def test_beside_decodes_copies_follow_the_time_of_a_step() -> None:
+    """Of 10 ms a tenth is 1,666 copies, and half of these are three blocks; of 1 ms not even one is."""
+    steps = filled(copies_per_block=256)
+    running = steps.request(1)
+    decodes(steps, running, 10e-3)
+    assert [steps.take(blocks) for blocks in (4, 3, 1)] == [False, True, False]
+    steps.compute(running)
+    work = steps.scene.cache.end_step()
+    assert work.max_copies == 1666 - 3 * 256, "what the step waits for is part of it"
+    assert work.max_load_bytes == pytest.approx(10e-3 * 55e9)
+    steps.scene.report(work)
+    decodes(steps, running, 1e-3)
+    assert not steps.take(1)
+    steps.compute(running)
+    assert steps.scene.cache.end_step().max_copies == 166
+    steps.scene.cache.abandon_step(1)
+
+
+def test_a_step_without_copies_or_without_decodes_has_no_limits() -> None:
+    steps = filled(copies_per_block=256)
+    running = steps.request(1)
+    work = decodes(steps, running, 10e-3, 5)
+    assert (work.max_copies, work.max_load_bytes) == (None, None), "no copy is under way"
+    steps.scene.cache.request_finished(running.request_id)
+    assert steps.take(6), "nobody waits"
+    work = steps.scene.cache.end_step()
+    assert work.loads
+    assert work.max_copies is None
+    steps.scene.report(work)
+
+
+def timed(*steps: tuple[float, int], block_bytes: int = 2 << 20) -> LoadBudget:
+    """A budget after steps of one request, each with its seconds and its tokens, the first of which admits it."""
+    budget = LoadBudget(256 << 20, block_bytes, 1)
+    now = 0.0
+    for seconds, tokens_computed in ((0.1, 4000), *steps, (0.0, 1)):
+        budget.note_running(["r"])
+        budget.end_step(now, tokens_computed)
+        now += seconds
+    return budget
+
+
+def test_the_time_of_a_decode_step_is_that_of_steps_that_compute_no_prompt() -> None:
+    assert timed().decode_seconds == 0.0, "a prompt alone"
+    assert timed((0.01, 1), (0.2, 2000)).decode_seconds == pytest.approx(0.01)
+    assert timed((0.01, 1), (0.3, 1), (0.02, 1)).decode_seconds == pytest.approx(0.02), "a pause is none"
+    assert timed((0.01, 1), (0.02, 16), (0.03, 1), (0.04, 1)).decode_seconds == pytest.approx(0.03)
+
+
+def test_after_a_time_without_requests_no_step_is_taken_for_a_long_one() -> None:
+    budget = timed((0.01, 1))
+    budget.request_finished("r")
+    budget.note_running(["s"])
+    budget.end_step(60.0, 1)
+    assert budget.decode_seconds == pytest.approx(0.01)
+
+
+def test_a_step_is_as_long_as_without_the_bytes_that_it_waits_for() -> None:
+    """Else each step would wait for half of what the last one waited for, too."""
+    budget = timed((0.01, 1))
+    now = 0.011
+    for _ in range(10):
+        blocks = budget.blocks_beside_others
+        assert blocks == 128, "275 MB are more than `sync_load_budget`" if now < 0.02 else "as before"
+        assert budget.hold("new", blocks)
+        budget.spend(blocks)
+        budget.release("new")
+        budget.note_running(["r"])
+        budget.end_step(now, 1)
+        now += 0.01 + blocks * (2 << 20) / 55e9
+    assert budget.decode_seconds == pytest.approx(0.01)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.floats(1e-4, 0.1), st.integers(0, 400)), min_size=4, max_size=20),
+    st.integers(1, 128),
+    st.sampled_from([4096, 2 << 20, 1 << 28]),
+)
+def test_p11_no_step_beside_decodes_takes_more_than_its_shares_and_each_goes_on(
+    played: list[tuple[float, int]], copies_per_block: int, block_bytes: int
+) -> None:
+    """Whatever is asked for, of steps of any time: a tenth for copies, half for bytes; one copy at least."""
+    budget = LoadBudget(256 << 20, block_bytes, copies_per_block)
+    now = 0.0
+    recent: list[float] = []
+    for number, (seconds, wanted) in enumerate(played):
+        waits = len(recent) > 1 and budget.hold("new", wanted) and wanted
+        budget.release("new")
+        budget.spend(wanted if waits else 0)
+        budget.note_running(["r"])
+        limits = budget.end_step(now, 1, copies=True)
+        awaited = wanted * block_bytes if waits else 0
+        if limits is not None:
+            copies = limits[0] + (wanted * copies_per_block if waits else 0)
+            assert copies <= max(1, 0.1 * max(recent[-3:]) / 0.6e-6)
+            assert limits[0] >= 1
+            assert limits[1] <= max(recent[-3:]) * 55e9 * (1 + 1e-9)
+            assert awaited <= min(256 << 20, 0.5 * max(recent[-3:]) * 55e9)
+        else:
+            assert number < 3, "a step of decodes was timed"
+        if number:
+            recent.append(seconds)
+        now += seconds + awaited / 55e9
 
 
 def test_an_account_in_disorder_is_found() -> None:

@@ -103,7 +103,7 @@ class VllmCopies:
             assert self.worker.submit_store(job.job_id, blocks_of(job), CPULoadStoreSpec([*job.slots]))
         return [VllmTransfer(job, self) for job in jobs]
 
-    def submit_some(self) -> None:
+    def submit_some(self, max_copies: int | None = None, max_load_bytes: int | None = None) -> None:
         """All is submitted."""
 
     submit_all = submit_some

@@ -75,3 +75,14 @@ def test_what_a_lost_device_does_not_load_is_named(worker: CacheWorker, device: 
     device.driver.lose()
     assert step(worker) == {2}
     assert worker.report().ranks[0] == {1: JobOutcome(failed=RangeSet.span(0, 1))}
+
+
+def test_the_limits_of_a_step_reach_the_copies(worker: CacheWorker, device: PlayedDevice) -> None:
+    """Three layers, so three copies a block; the next step without limits gives the device the rest."""
+    before = device.driver.num_entries
+    load = LoadJob(1, "r", 0, (0, 1, 2, 3), (4, 5, 6, 7), synchronous=False)
+    worker.begin_step(StepMessage(StepWork(loads=(load,), max_copies=6, max_load_bytes=1 << 20)))
+    assert device.driver.num_entries - before == 6
+    worker.begin_step(StepMessage())
+    assert device.driver.num_entries - before == 12
+    device.driver.finish()

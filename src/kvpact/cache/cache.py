@@ -313,20 +313,20 @@ class PactCache(ExternalCache):
         self.saves.put_off.order(now)
         if self._saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
+        limits = self._load_budget.end_step(now, self._computing, copies=bool(self._jobs.loads or self._jobs.saves))
         self._computing = self._loading = 0
-        self._load_budget.end_step()
         self.ledger.expire(now)
         self._queue.end_step()
         if self.others.lends or (self._columns is not None and self._columns.claims is not None):
             self._columns = None  # a reset replaces it from now on
             self.others.end_step()
-        work = self._jobs.end_step(now, self._steps.end_step())
+        work = self._jobs.end_step(now, self._steps.end_step(), limits)
         return replace(work, extra=self.others.for_ranks()) if self.others.has_news else work
 
     def abandon_step(self, num_ranks: int) -> None:
         """See `ExternalCache`. The step's orders count as failed on every rank."""
         self._steps.abandon_step()
-        self._load_budget.end_step()
+        self._load_budget.end_step(self._clock())
         self._queue.end_step()
         self.others.has_news |= bool(self.others.engines)
         self.apply_report(self._jobs.abandon_step())

@@ -189,10 +189,10 @@ class _Outbox:
         """True if this step orders the job, so that the workers do not know it yet."""
         return any(job is ordered for ordered in (*self.loads, *self.saves))
 
-    def take(self, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
-        """All of it, with the lookups of its saves; the next step begins empty."""
+    def take(self, lookups: tuple[StepLookup, ...] = (), limits: tuple[int, int] | None = None) -> StepWork:
+        """All of it, with the lookups of its saves and the step's limits; the next step begins empty."""
         kinds = (self.loads, self.saves, self.inquiries, self.recalls, self.overdue)
-        if not any(kinds):
+        if limits is None and not any(kinds):
             return _NOTHING
         work = StepWork(
             tuple(self.loads),
@@ -201,6 +201,8 @@ class _Outbox:
             tuple(self.recalls),
             tuple(self.overdue),
             lookups=lookups,
+            max_copies=limits[0] if limits is not None else None,
+            max_load_bytes=limits[1] if limits is not None else None,
         )
         for kind in kinds:
             kind.clear()
@@ -297,10 +299,12 @@ class TransferJobs:
         saves = [self.saves[job.job_id] for job in self._outbox.saves if job.request_id == request_id]
         return next((save for save in saves if save.run.is_linked), None)
 
-    def end_step(self, now: float, lookups: tuple[StepLookup, ...] = ()) -> StepWork:
+    def end_step(
+        self, now: float, lookups: tuple[StepLookup, ...] = (), limits: tuple[int, int] | None = None
+    ) -> StepWork:
         """Orders of this step for the workers, with queries about copies that have not ended for `timeout` seconds.
 
-        Loads whose deadline has passed are given up.
+        Loads whose deadline has passed are given up. `limits` are most copies, and most bytes of loads, of `StepWork`.
         """
         self._step += 1
         self._give_up(now)
@@ -313,7 +317,7 @@ class TransferJobs:
                 self._outbox.inquiries += [JobQuery(part.job.job_id, part.job.blocks) for part in task.parts]
                 if isinstance(task, LoadState) and task.given_up:
                     self._outbox.overdue += task.job_ids  # a worker may not have heard it
-        return self._outbox.take(lookups)
+        return self._outbox.take(lookups, limits)
 
     def _give_up(self, now: float) -> None:
         """Hold the blocks of loads whose deadline has passed. This step tells the workers so, and each query again.

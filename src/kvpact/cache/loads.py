@@ -21,14 +21,14 @@ from kvpact.cache.neighbour_blocks import NeighbourBlocks
 from kvpact.cache.request import Requests, RequestState
 from kvpact.cache.saves import Saves
 from kvpact.cache.tier_set import TierSet
-from kvpact.contract import ExternalKVMatch, LoadSettlement, num_blocks_for
+from kvpact.contract import ExternalKVMatch, LoadSettlement
 from kvpact.errors import PactViolation
 from kvpact.identity.keys import BlockKey
 from kvpact.identity.tags import NO_TAG, first_among
 from kvpact.index.block_index import BlockIndex
 from kvpact.memory.arena import Standing
 from kvpact.metrics import EndReason
-from kvpact.ranges import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet, num_blocks_for
 from kvpact.tiers.log_once import LogOnce
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from kvpact.contract import LoadJob, LoadSettlement, num_blocks_for
+from kvpact.contract import LoadJob, LoadSettlement
+from kvpact.ranges import num_blocks_for
 from kvpact.vllm.hit_accounting import HitCredit
 from kvpact.vllm.request_identity import OfferedMatch, VllmRequest
 from kvpact.wire import AdapterUsed, UnorderedLoad

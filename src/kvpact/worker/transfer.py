@@ -161,10 +161,10 @@ class RankTransfers:
         """Begin saves in the background, behind the caller's computation. They pause for synchronous loads."""
         self._opened(jobs, self.engine.save(jobs))
 
-    def submit(self, *, computes: bool) -> None:
-        """Go on with copies in the background as a step begins, which `computes` or does not."""
+    def submit(self, max_copies: int | None = None, max_load_bytes: int | None = None, *, computes: bool) -> None:
+        """Go on with copies in the background as a step begins: within the limits if it `computes`, else with all."""
         if computes:
-            self.engine.submit_some()
+            self.engine.submit_some(max_copies, max_load_bytes)
         else:
             self.engine.submit_all()
 

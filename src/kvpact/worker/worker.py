@@ -224,7 +224,8 @@ class CacheWorker(ExternalCacheWorker):
             self.start_loads(self._usable_work(message))
             self._go_on_without(message.work.overdue)
             if self.transfers is not None:
-                self.transfers.submit(computes=message.computes)
+                work = message.work
+                self.transfers.submit(work.max_copies, work.max_load_bytes, computes=message.computes)
         except Exception:
             self._give_up((*message.work.loads, *self._step_loads))
             raise

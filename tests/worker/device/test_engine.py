@@ -270,6 +270,25 @@ def test_32k_tokens_are_loaded_beside_a_decode_in_so_many_steps(
     beside.close()
 
 
+@pytest.mark.parametrize(
+    ("max_copies", "max_load_bytes", "blocks"),
+    [(320, None, 10), (320, 3 * 256, 3), (1, None, 1), (4096, 1, 1), (None, 5 * 256, 5)],
+)
+def test_a_step_beside_decodes_gives_the_device_what_the_scheduler_allows_and_one_block_at_least(
+    max_copies: int | None, max_load_bytes: int | None, blocks: int
+) -> None:
+    """A block has 32 copies of 8 bytes."""
+    beside = Beside(64)
+    load = beside.load(range(64))
+    before = beside.device.driver.num_entries
+    beside.engine.submit_some(max_copies, max_load_bytes)
+    assert beside.device.driver.num_entries - before == 32 * blocks
+    while not load.ended:
+        beside.engine.submit_some(max_copies, max_load_bytes)
+        beside.device.driver.finish()
+    beside.close()
+
+
 @pytest.mark.parametrize("saves", [False, True], ids=["alone", "beside saves"])
 def test_64_tokens_ordered_behind_128k_are_loaded_in_one_step_and_these_are_not_starved(saves: bool) -> None:
     """Layer by layer, 128k tokens are 262,144 copies, 64 steps; beside short loads in each step, at most twice that."""

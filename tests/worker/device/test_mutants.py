@@ -37,10 +37,10 @@ OTHERS = {
     "self.cuts": "False",
     "self.engine.order(self)": "None",
     "MAX_BATCH_ENTRIES": "1 << 30",
-    "STEP_ENTRIES // len(queues)": "1 << 30",
+    "most // len(queues)": "1 << 30",
     "queue.open[0] is transfer": "True",
     "min(waiting, key=self._entries_left)": "waiting[0]",
-    "share // 2": "share",
+    "self.copies // 2": "self.copies",
 }
 """Expression -> what stands in its place."""
 

@@ -23,11 +23,10 @@ from kvpact.contract import (
     SchedulerContext,
     StepWork,
     WorkerReport,
-    num_blocks_for,
 )
 from kvpact.errors import WeightsVersionRefused
 from kvpact.identity.keys import BlockKey, BlockKeys
-from kvpact.ranges import BlockRange
+from kvpact.ranges import BlockRange, num_blocks_for
 from kvpact_testkit.cache.group_blocks import StoredBlock
 from kvpact_testkit.cache.job_monitor import (
     MONITOR_NAMESPACE,

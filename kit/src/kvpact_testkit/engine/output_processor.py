@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvpact.contract import LoadSettlement, WorkerReport, num_blocks_for
+from kvpact.contract import LoadSettlement, WorkerReport
 from kvpact.errors import PactViolation
-from kvpact.ranges import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet, num_blocks_for
 from kvpact_testkit.engine.admission import Load
 from kvpact_testkit.engine.output import ModelOutput, SchedulerOutput
 from kvpact_testkit.engine.request import Request, RequestStatus

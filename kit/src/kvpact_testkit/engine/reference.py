@@ -24,13 +24,12 @@ from kvpact.contract import (
     SchedulerContext,
     StepWork,
     WorkerReport,
-    num_blocks_for,
 )
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup, LooseBlock, OffersStates
 from kvpact.identity.keys import BlockKey, BlockKeys
-from kvpact.ranges import RangeSet
+from kvpact.ranges import RangeSet, num_blocks_for
 from kvpact_testkit.engine.config import EngineConfig
 from kvpact_testkit.engine.engine import Engine
 from kvpact_testkit.engine.open_jobs import OpenJobs

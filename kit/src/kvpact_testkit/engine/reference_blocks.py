@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from kvpact.contract import JobOutcome, LoadJob, num_blocks_for
+from kvpact.contract import JobOutcome, LoadJob
 from kvpact.identity.groups import GroupKind, GroupSet, KVCacheGroup
 from kvpact.identity.keys import BlockKey
-from kvpact.ranges import BlockRange
+from kvpact.ranges import BlockRange, num_blocks_for
 
 
 class EntryKey(NamedTuple):

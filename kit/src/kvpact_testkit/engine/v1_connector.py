@@ -28,12 +28,11 @@ from kvpact.contract import (
     SchedulerContext,
     StepWork,
     WorkerReport,
-    num_blocks_for,
 )
 from kvpact.errors import ConfigError, PactViolation
 from kvpact.matches.forms import TupleForm, form_of
 from kvpact.matches.tracker import MatchTracker
-from kvpact.ranges import BlockRange, RangeSet
+from kvpact.ranges import BlockRange, RangeSet, num_blocks_for
 from kvpact_testkit.engine.open_jobs import OpenJobs
 
 NO_MATCH = ExternalKVMatch(0)

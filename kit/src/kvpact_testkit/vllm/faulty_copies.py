@@ -65,9 +65,9 @@ class FaultyEngine:
         """See `TransferEngine`."""
         return self._copy(jobs, self.inner.save)
 
-    def submit_some(self) -> None:
+    def submit_some(self, max_copies: int | None = None, max_load_bytes: int | None = None) -> None:
         """See `TransferEngine`."""
-        self.inner.submit_some()
+        self.inner.submit_some(max_copies, max_load_bytes)
 
     def submit_all(self) -> None:
         """See `TransferEngine`."""

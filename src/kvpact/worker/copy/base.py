@@ -103,8 +103,11 @@ class TransferEngine(Protocol):
     def save(self, jobs: Sequence[SaveJob]) -> Sequence[Transfer]:
         """Copy pages into slots."""
 
-    def submit_some(self) -> None:
-        """Begin as many waiting copies as a step with a forward pass should pay for; each such step calls this."""
+    def submit_some(self, max_copies: int | None = None, max_load_bytes: int | None = None) -> None:
+        """Begin as many waiting copies as a step with a forward pass should pay for; each such step calls this.
+
+        The limits are those of `StepWork`; of each direction in which copies wait, one block at least is begun.
+        """
 
     def submit_all(self) -> None:
         """Begin all waiting copies, as nothing is computed now."""

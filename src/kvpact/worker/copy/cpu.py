@@ -218,7 +218,7 @@ class CpuTransferEngine:
 
     save = load
 
-    def submit_some(self) -> None:
+    def submit_some(self, max_copies: int | None = None, max_load_bytes: int | None = None) -> None:
         """See `TransferEngine`. The threads have all jobs already."""
 
     submit_all = submit_some

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import maxsize
 from typing import Final
 
 from kvpact.contract import LoadJob, SaveJob
@@ -28,15 +29,41 @@ from kvpact.worker.paged import PagedKV
 logger = logging.getLogger(__name__)
 
 STEP_ENTRIES: Final = 4096
-"""Most asynchronous copies that a step with a forward pass gives the device: 2.5 ms at 0.6 us each."""
+"""Most asynchronous copies that a step without decodes gives the device beside its forward pass: 2.5 ms at 0.6 us each.
+Beside decodes the scheduler's half sets the limit (`StepWork.max_copies`)."""
 
 PIECE_ENTRIES: Final = 4096
 """Addresses made at a time: 64 times as many in one go take ten times as long, most of it for fresh memory."""
 
 SHORT_ENTRIES: Final = STEP_ENTRIES // 2
-"""Most copies of a load on a stream of its own, which passes longer ones: one step submits it."""
+"""Most copies of a load on a stream of its own, which passes longer ones: few steps submit it."""
 
 POLL_SECONDS: Final = 0.0002
+
+
+@dataclass(slots=True)
+class Room:
+    """Copies and bytes that may still be submitted."""
+
+    copies: int = maxsize
+    num_bytes: int = maxsize
+
+    @property
+    def is_left(self) -> bool:
+        """True while neither is used up."""
+        return self.copies > 0 and self.num_bytes > 0
+
+    def split_half(self) -> Room:
+        """Split one half off, and return it."""
+        half = Room(self.copies // 2, self.num_bytes // 2)
+        self.copies -= half.copies
+        self.num_bytes -= half.num_bytes
+        return half
+
+    def give_back(self, other: Room) -> None:
+        """Add the rest of `other`, which is negative if that was overdrawn."""
+        self.copies += other.copies
+        self.num_bytes += other.num_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +179,7 @@ class DeviceTransferEngine:
         """See `TransferEngine`. Submits synchronous loads to the device at once."""
         fence = self._fence() if jobs else None
         transfers = [self._opened(job, self._awaited if job.synchronous else self._loads, fence) for job in jobs]
-        self._submit_up_to(self._awaited, None)
+        self._submit_up_to(self._awaited, Room())
         for transfer in transfers if self.proof is not None else ():
             if transfer.queue is self._awaited and transfer.is_to_be_checked:
                 self._begin_check(transfer)
@@ -163,19 +190,24 @@ class DeviceTransferEngine:
         fence = self._fence() if jobs else None
         return [self._opened(job, self._saves, fence) for job in jobs]
 
-    def submit_some(self) -> None:
+    def submit_some(self, max_copies: int | None = None, max_load_bytes: int | None = None) -> None:
         """See `TransferEngine`. If several loads wait, half goes to the shortest, half to the oldest ones."""
         queues = [queue for queue in (self._loads, self._saves) if queue.waiting]
+        most = STEP_ENTRIES if max_copies is None else max_copies
         for queue in queues:
-            share = STEP_ENTRIES // len(queues)
+            room = Room(max(1, most // len(queues)))
+            if queue is self._loads and max_load_bytes is not None:
+                room.num_bytes = max(1, max_load_bytes)
             if queue is self._loads and len(queue.waiting) > 1:
-                share -= self._submit_up_to(queue, share // 2, self._with_least_left)
-            self._submit_up_to(queue, share)
+                half = room.split_half()
+                self._submit_up_to(queue, half, self._with_least_left)
+                room.give_back(half)
+            self._submit_up_to(queue, room)
 
     def submit_all(self) -> None:
         """See `TransferEngine`. Loads come before saves."""
-        self._submit_up_to(self._loads, None, self._with_least_left)
-        self._submit_up_to(self._saves, None)
+        self._submit_up_to(self._loads, Room(), self._with_least_left)
+        self._submit_up_to(self._saves, Room())
 
     def use_neighbours(self, memory: Mapping[int, NeighbourSlots]) -> None:
         """See `TransferEngine`. Not built yet: the scheduler's half orders no such loads on devices."""
@@ -192,7 +224,7 @@ class DeviceTransferEngine:
         if self._process != os.getpid():
             return True
         self._closing = True
-        self._submit_up_to(self._saves, None)
+        self._submit_up_to(self._saves, Room())
         for transfer in list(self._loads.waiting):
             self.cancel(transfer)
         end = time.monotonic() + seconds
@@ -245,34 +277,29 @@ class DeviceTransferEngine:
     def _submit_up_to(
         self,
         queue: CopyQueue,
-        entries: int | None,
+        room: Room,
         choose: Callable[[Sequence[DeviceTransfer]], DeviceTransfer] = _oldest,
-    ) -> int:
-        """Submit about so many waiting copies, or all (None), of the transfers chosen one after another.
-
-        Returns the number of copies.
-        """
-        given = 0
-        while queue.waiting and self.error is None and (entries is None or given < entries):
+    ) -> None:
+        """Submit waiting copies of the transfers chosen one after another, until `room` is used up."""
+        while queue.waiting and self.error is None and room.is_left:
             transfer = choose(queue.waiting)
             try:
-                given += self._submit(
-                    transfer, PIECE_ENTRIES if entries is None else min(entries - given, PIECE_ENTRIES)
-                )
+                self._submit(transfer, room)
             except Exception as error:
                 if not self._fails(transfer, error):
                     break
             if transfer.places is None:
                 queue.waiting.remove(transfer)
-        return given
 
-    def _submit(self, transfer: DeviceTransfer, most: int) -> int:
-        """Submit a transfer's next blocks, about `most` copies; returns the number of copies."""
+    def _submit(self, transfer: DeviceTransfer, room: Room) -> None:
+        """Submit a transfer's next blocks: a piece, as far as there is `room`, and at least one block."""
         assert transfer.places is not None
         queue = transfer.queue
         group_id = transfer.job.group_id
         blocks, starts = transfer.places
-        count = max(1, most // self._runs.entries_per_block[group_id])
+        block_bytes = self._runs.bytes_per_block[group_id]
+        fitting = min(room.copies, PIECE_ENTRIES) // self._runs.entries_per_block[group_id]
+        count = max(1, min(fitting, room.num_bytes // block_bytes))
         some = slice(transfer.position, transfer.position + count)
         if transfer.fence is not None:
             self._device.stream_wait(transfer.stream, transfer.fence)
@@ -285,7 +312,8 @@ class DeviceTransferEngine:
         transfer.position = min(some.stop, len(blocks))
         if transfer.position == len(blocks):
             transfer.places = None
-        return len(entries)
+        room.copies -= len(entries)
+        room.num_bytes -= (transfer.position - some.start) * block_bytes
 
     def poll(self, transfer: DeviceTransfer) -> None:
         """End a transfer whose copies are done and checked."""

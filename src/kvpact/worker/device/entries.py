@@ -148,6 +148,8 @@ class JobRuns:
         """Runs, per KV cache group."""
         self.entries_per_block = [sum(len(one.sizes) for one in runs) for runs in self._runs]
         """Entries of a block, per KV cache group, if no blocks are adjacent and no run is cut."""
+        self.bytes_per_block = [sum(int(one.sizes.sum()) for one in runs) for runs in self._runs]
+        """Bytes of a block on this rank, per KV cache group."""
 
     def places(self, job: Job) -> tuple[Indexes, Indexes]:
         """Blocks of a job, and the offsets of its slots in the segment, in bytes.
