@@ -16,6 +16,7 @@ from kvpact.cache.needs.runs import NO_BLOCK, NOTHING, Has, Run, linked, loose
 from kvpact.events.queue import EventQueue
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey
+from kvpact.identity.tenants import Tenants
 from kvpact.index.block_index import BlockIndex, Pin, Reservation
 from kvpact.index.column_file import ColumnFile
 from kvpact.index.slot_space import PlainSlots
@@ -52,6 +53,8 @@ class EngineKV(NamedTuple):
     """Other engines of this host whose memory it may load from, as they may from its own; None: none."""
     reader: Reader | None = None
     """Starts the threads that read from their memory into its own; None: its ranks copy from there, as on a CPU."""
+    tenants: Tenants | None = None
+    """Clients that have a share of memory; None: there are none."""
 
 
 class Taken(NamedTuple):
@@ -128,7 +131,7 @@ class Memory:
     def reserve(self, run: Run) -> Reservation | None:
         """Slots for new blocks, all or none."""
         if run.is_linked:
-            return self.index.reserve(run.chain, run.start, run.start + len(run.keys))
+            return self.index.reserve(run.chain, run.start, run.start + len(run.keys), run.owner)
         return self.index.reserve_sides(run.keys, run.parents, run.slot_class)
 
     def take(self, run: Run, share: Callable[[int], int] | None) -> Taken | None:

@@ -59,9 +59,14 @@ class Losses:
         table.release(needed)
         return count
 
-    def take(self, count: int, slot_class: int, needed: int) -> Reservation | None:
-        """Take so many slots of a class, all or none; nothing of the chain up to the row `needed` is evicted."""
+    def take(self, count: int, slot_class: int, needed: int, owner: int) -> Reservation | None:
+        """Take so many slots of a class, all or none; nothing of the chain up to the row `needed` is evicted.
+
+        The blocks are the `owner`'s if no row is needed, or else of the owner of that row.
+        """
         table = self._table
+        if table.shares is not None:
+            table.shares.expect(owner if needed == table.root else table.shares.owner_of[needed], count)
         is_free = count <= len(table.space.free[slot_class])
         if not is_free:
             table.hold(needed)
@@ -71,6 +76,8 @@ class Losses:
             if not is_free:
                 table.release(needed)
         if evicted is None:
+            if table.shares is not None:
+                table.shares.expect(owner, 0)
             return None
         slots = table.space.take(count, slot_class)
         return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
