@@ -6,6 +6,7 @@ import json
 import random
 from operator import le
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ SHARES = {"alice": 10, "bob": 20, OTHERS: 10}
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> dict[str, object]:
+def settings(tmp_path: Path) -> dict[str, Any]:
     """Settings of two tenants, with their files."""
     tenants = {}
     for name, salt in SALTS.items():
@@ -70,7 +71,7 @@ def blocks(scene: Scene, kind: str, *who: str) -> list[float]:
     return [shot[series("tenant_blocks", kind, name)] for name in who or SHARES]
 
 
-def test_a_flood_with_hints_on_everything_takes_lent_room_alone(settings: dict[str, object]) -> None:
+def test_a_flood_with_hints_on_everything_takes_lent_room_alone(settings: dict[str, Any]) -> None:
     scene = Scene(SLOTS, **settings)
     run(scene, "alice", range(2), "1h")
     run(scene, "carol", range(2))
@@ -96,7 +97,7 @@ def test_without_tenants_the_flood_takes_all_and_nothing_is_kept_of_owners() -> 
     assert Scene(SLOTS).cache.retaining is None
 
 
-def test_a_share_that_retains_nothing_says_so(settings: dict[str, object], tmp_path: Path) -> None:
+def test_a_share_that_retains_nothing_says_so(settings: dict[str, Any], tmp_path: Path) -> None:
     whole = {"alice": {"salt_file": str(tmp_path / "alice"), "memory": "100%"}}
     scene = Scene(SLOTS, **settings | {"tenants": whole})
     hints = parse_hints({KEY: {"retain": "5m"}})
@@ -107,7 +108,7 @@ def test_a_share_that_retains_nothing_says_so(settings: dict[str, object], tmp_p
     assert hints.described() == {"retain": "clipped: the share of others retains none"}
 
 
-def test_what_comes_from_a_tier_is_its_tenants_too(settings: dict[str, object], tmp_path: Path) -> None:
+def test_what_comes_from_a_tier_is_its_tenants_too(settings: dict[str, Any], tmp_path: Path) -> None:
     """Records on disk have no owner: it is that of the request for which they are read."""
     queue = TierExecutor(open_disk(tmp_path / "slabs", 64), 2, 1 << 30)
     scene = Scene(SLOTS, tiers=[queue], recompute_if_faster=False, **settings)
@@ -119,7 +120,7 @@ def test_what_comes_from_a_tier_is_its_tenants_too(settings: dict[str, object], 
     assert blocks(scene, "held") == [BLOCKS, 0, 0]
 
 
-def test_status_and_metrics_name_tenants_and_no_salt(settings: dict[str, object]) -> None:
+def test_status_and_metrics_name_tenants_and_no_salt(settings: dict[str, Any]) -> None:
     scene = Scene(SLOTS, **settings)
     run(scene, "alice", range(6), "1h")
     run(scene, "carol", range(3))
@@ -136,7 +137,7 @@ def test_status_and_metrics_name_tenants_and_no_salt(settings: dict[str, object]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_requests_of_tenants_leave_every_invariant_true(seed: int, settings: dict[str, object]) -> None:
+def test_random_requests_of_tenants_leave_every_invariant_true(seed: int, settings: dict[str, Any]) -> None:
     """Salts that change with each request, loads, hints, resets, clocks that jump: P1, P2, P7 and P12."""
     rng = random.Random(seed)
     scene = Scene(rng.choice([12, 40]), **settings)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from enum import StrEnum
 
 from kvpact.cache.request import RequestState
 from kvpact.identity.tenants import Tenants
 from kvpact.index.block_index import BlockIndex
 from kvpact.index.retained_chains import RetainedChains
 
-HELD: Final = "held"
-SHARE: Final = "share"
-RETAINED: Final = "retained"
-"""Kinds of a tenant's blocks in metrics."""
+
+class TenantBlocks(StrEnum):
+    """Kinds of a tenant's blocks in memory."""
+
+    HELD = "held"
+    SHARE = "share"
+    RETAINED = "retained"
 
 
 @dataclass(eq=False)
@@ -52,9 +55,9 @@ class Retaining:
         return f"the share of {self.tenants.labels[owner]} retains none" if self.tenants is not None else "no room"
 
     def by_tenant(self) -> Iterator[tuple[str, str, int]]:
-        """Blocks of each tenant, by kind: held, its share, retained; none without tenants. Safe on any thread."""
+        """Blocks of each tenant, by their kind and its name; none without tenants. Safe on any thread."""
         if self.tenants is not None and self.chains.shares is not None:
             for owner, name in enumerate(self.tenants.labels):
-                yield HELD, name, self.chains.shares.blocks[owner]
-                yield SHARE, name, self.chains.shares.share(owner)
-                yield RETAINED, name, self.chains.blocks_of(owner)
+                yield TenantBlocks.HELD, name, self.chains.shares.blocks[owner]
+                yield TenantBlocks.SHARE, name, self.chains.shares.shares[owner]
+                yield TenantBlocks.RETAINED, name, self.chains.blocks_of(owner)

@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.records import Prompts, RequestRecord
-from kvpact.cache.retaining import HELD, RETAINED, SHARE
+from kvpact.cache.retaining import TenantBlocks
 from kvpact.cache.status import EngineStatus, TierState, status_document, troubles_in
 from kvpact.cache.status_socket import NO_PLACE, answers, places
 from kvpact.cli.screen import console, print_json, table
@@ -159,9 +159,9 @@ def status_lines(engine: EngineStatus) -> Iterator[tuple[str, str]]:
 def _tenants_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     """A line for each tenant's share of memory, and one for that of all others."""
     for name, blocks in engine.by_tenant().items():
-        held = blocks.get(HELD, 0)
-        share = blocks.get(SHARE, 0)
-        retained = blocks.get(RETAINED, 0)
+        held = blocks.get(TenantBlocks.HELD, 0)
+        share = blocks.get(TenantBlocks.SHARE, 0)
+        retained = blocks.get(TenantBlocks.RETAINED, 0)
         text = f"{held:,} blocks in memory, share {share:,}"
         text += f", {held - share:,} lent" if held > share else ""
         text += f", {retained:,} retained" if retained else ""

@@ -222,7 +222,9 @@ class LeastRecentlyUsed:
             queue = self._queues[slot_class]
             queue.pop()
             self._queued[leaf] = 0
-            bound = min(queue.bound(), before)
+            bound = queue.bound()
+            if before < bound:
+                bound = before
         first = rows.evictable_from(leaf, most) if self._used[leaf] < bound else leaf
         if first < leaf:
             stays = self._used_each[first:leaf] >= bound

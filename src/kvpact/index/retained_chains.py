@@ -40,7 +40,7 @@ class RetainedChains:
 
     def _most(self, owner: int) -> int:
         """Blocks of an owner that may be retained."""
-        room = self.shares.share(owner) if self.shares is not None else self._table.space.usable
+        room = self.shares.shares[owner] if self.shares is not None else self._table.space.usable
         return room // SHARE
 
     def retain(self, keys: Sequence[BlockKey], until: float) -> int:

@@ -30,12 +30,18 @@ class OwnerShares:
     3. from all owners, in the same two steps. All that owners above their share have is pinned then, or nobody is.
     """
 
-    __slots__ = ("_coming", "_coming_of", "_order", "_owner_each", "_parts", "_space", "blocks", "owner_of")
+    __slots__ = (
+        "_coming", "_coming_of", "_order", "_owner_each", "_parts", "_shares", "_space", "_usable", "blocks",
+        "owner_of",
+    )  # fmt: skip
 
     def __init__(self, num_rows: int, space: SlotSpace, parts: Sequence[int]) -> None:
         """`parts` of `WHOLE` are the shares of the owners from 1 on, of the usable slots of `space`."""
         self._space = space
         self._parts = parts
+        self._usable = -1
+        self._shares: list[int] = []
+        """Per owner the blocks of its share, of so many usable slots."""
         self._order = LeastRecentlyUsed(num_rows, 1 + len(parts))
         self.owner_of = bytearray(num_rows)
         """Per row the owner of the block that it has, or had last. For reading only."""
@@ -51,12 +57,15 @@ class OwnerShares:
         """Tick of the newest use."""
         return self._order.now
 
-    def share(self, owner: int) -> int:
-        """Blocks that are this owner's share of the place now."""
+    @property
+    def shares(self) -> Sequence[int]:
+        """Per owner the blocks that are its share of the place now."""
         usable = self._space.usable
-        if owner:
-            return usable * self._parts[owner - 1] // WHOLE
-        return usable - sum(usable * part // WHOLE for part in self._parts)
+        if usable != self._usable:
+            shares = [usable * part // WHOLE for part in self._parts]
+            self._shares = [usable - sum(shares), *shares]
+            self._usable = usable
+        return self._shares
 
     def expect(self, owner: int, blocks: int) -> None:
         """Note that so many blocks of this owner are inserted next, and that room is made for them until then."""
@@ -114,7 +123,8 @@ class OwnerShares:
 
     def _above(self) -> dict[int, int]:
         """Owners above their share, each with the blocks that it has beyond; the one with the most of them first."""
-        beyond = [(blocks - self.share(owner), owner) for owner, blocks in enumerate(self.blocks)]
+        shares = self.shares
+        beyond = [(blocks - shares[owner], owner) for owner, blocks in enumerate(self.blocks)]
         blocks, owner = beyond[self._coming_of]
         beyond[self._coming_of] = blocks + self._coming, owner
         return {owner: blocks for blocks, owner in sorted(beyond, reverse=True) if blocks > 0}
