@@ -6,7 +6,7 @@ loaded, computed, saved and ended at once. `chat`: blocks of 512 tokens, memory 
 pauses, of 1 min to 1 h, as many as fit a fifth of memory. `paused_hit`: percent hit of the turns after those.
 `lost_back`: percent kept of what least-recently-used lost of those. `others_fall`: points that others lose. `unused`:
 percent of retained blocks that the next turn did not use. Flood: another tenant with ten times the load, without shares
-of tenants, and with a share of a tenth of memory; its copies of the trace have salts of their own, all of them its.
+of tenants, and with a share of 2 % of memory; its copies of the trace have salts of their own, all of them its.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AT_ONCE: Final = 50
 COPIES: Final = 11
 LEAST_SECONDS: Final = 60.0
 MARGIN_SECONDS: Final = 1.0
-FLOOD_PARTS: Final = WHOLE // 10
+FLOOD_PARTS: Final = WHOLE // 50
 """Share of the flood's tenant."""
 
 

@@ -85,6 +85,22 @@ def test_a_flood_with_hints_on_everything_takes_lent_room_alone(settings: dict[s
     assert blocks(scene, "held") == [8, 20, 12], "what bob had beyond came back"
 
 
+def test_a_prompt_longer_than_its_tenant_may_have_is_stored_up_to_there(settings: dict[str, Any]) -> None:
+    """Unused room is lent to it, and what others use within their shares is not."""
+    scene = Scene(SLOTS, **settings)
+    run(scene, "bob", range(100, 104))
+    run(scene, "alice", range(2))
+    run(scene, "carol", range(3))
+    run(scene, "bob", range(1), blocks=SLOTS)
+    assert (in_memory(scene, "alice", range(2)), blocks(scene, "held")) == (2, [8, 22, 10])
+    assert scene.cache.observe()["dropped_blocks"] == SLOTS - 22
+    run(scene, "alice", range(1), blocks=SLOTS)
+    assert blocks(scene, "held") == [10, 20, 10]
+    alone = Scene(SLOTS, **settings)
+    run(alone, "alice", range(1), blocks=SLOTS)
+    assert blocks(alone, "held") == [SLOTS, 0, 0]
+
+
 def test_without_tenants_the_flood_takes_all_and_nothing_is_kept_of_owners() -> None:
     scene = Scene(SLOTS, hints="clients")
     run(scene, "alice", range(2), "1h")

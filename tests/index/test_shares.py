@@ -235,22 +235,31 @@ def test_a_request_that_needs_all_room_gets_it_also_beyond_every_share() -> None
     assert played.shares.blocks == [40, 0, 0]
 
 
-def test_room_that_is_made_ahead_costs_an_owner_within_its_share_a_sixty_fourth_at_most() -> None:
-    """Both owners are at their shares, so that nobody is above when slots are kept free."""
-    slots = 64 * 20
+def left_of_a_share(slots: int = 64 * 20) -> int:
+    """Blocks that an owner lacks of its share after a flood of long chains of another; slots are kept free."""
     index = BlockIndex(slots)
-    index.retained_chains((5_000, 5_000))
-    for owner, seeds in ((1, range(40)), (2, range(40, 400))):
+    index.retained_chains((9_500, 500))
+    assert index.shares is not None
+    for owner, seeds in ((1, range(90)), (2, range(100))):
         for seed in seeds:
-            chain = keys((owner, seed, *range(14)))
-            known = index.known_prefix(chain)
-            reserved = index.reserve(chain, known, 16, owner)
+            length = 16 if owner == 1 else 16 + seed % 5 * 60
+            chain = keys((owner, seed, *range(length - 2)))[: index.shares.most(owner)]
+            reserved = index.reserve(chain, index.known_prefix(chain), len(chain), owner)
             assert reserved is not None
             index.complete(reserved.slots)
             index.evict_ahead(512)
     index.check()
-    lost = 40 * 15 + 1 - sum(index.known_prefix(keys((1, seed, *range(14)))) - 1 for seed in range(40)) - 1
-    assert 0 <= lost <= slots // 64
+    return index.shares.shares[1] - index.shares.blocks[1]
+
+
+def test_room_that_is_made_ahead_takes_nothing_within_a_share() -> None:
+    assert left_of_a_share() <= 0
+
+
+def test_slots_that_are_kept_free_are_nobodys_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each is taken within a share, and lent to the flood for good."""
+    monkeypatch.setattr("kvpact.index.shares.kept_free", lambda slots: 0)
+    assert left_of_a_share() > 20
 
 
 def ends_another_owners(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,8 @@ class Memory:
 
     def take(self, run: Run, share: Callable[[int], int] | None) -> Taken | None:
         """Slots for as many blocks of a run as there is room for, of which it may have its `share`, by default all, and
-        a pin on the last of them; None if there is none, or the row that the run needs is not known.
+        a pin on the last of them; None if there is none, or the row that the run needs is not known. Room that tenants
+        use within their shares is none for another's run.
 
         `reservable` is an upper bound where neighbours lease: what they lease is evicted and not free yet."""
         needed = run.needed
@@ -144,6 +145,8 @@ class Memory:
         wanted = room = len(run.keys)
         if needed != NO_BLOCK and needed not in index:
             return None
+        if index.shares is not None:
+            wanted = room = min(wanted, max(0, index.shares.most(run.owner) - run.start))
         before = None
         try:
             if share is not None or wanted > len(index.space.free[run.slot_class]):
@@ -153,7 +156,7 @@ class Memory:
                 room = min(wanted, found if share is None else share(found))
             if not room:
                 return None
-            reservation = self.reserve(run if room == wanted else run.part(0, room))
+            reservation = self.reserve(run if room == len(run.keys) else run.part(0, room))
             if reservation is None:  # neighbours lease what was evicted
                 return None
             return Taken(reservation, index.pin_at(run.keys[room - 1], reservation.slots[-1]))

@@ -23,6 +23,7 @@ from kvpact.index.losses import Reservation as Reservation
 from kvpact.index.pins import Pin as Pin
 from kvpact.index.restoring import Restoring
 from kvpact.index.retained_chains import RetainedChains
+from kvpact.index.shares import OwnerShares
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table
 from kvpact.index.table import ROOT as ROOT
@@ -35,7 +36,7 @@ _KNOWN = (RESERVED, SAVED, HELD)
 class BlockIndex:
     """Map of block keys to `num_slots` slots; says which blocks may be served and evicts when room is needed."""
 
-    __slots__ = ("_losses", "_pinned", "_pins", "_table", "num_slots", "space")
+    __slots__ = ("_losses", "_pinned", "_pins", "_table", "num_slots", "shares", "space")
 
     def __init__(
         self,
@@ -60,6 +61,8 @@ class BlockIndex:
         """Free slots."""
         self.num_slots = self.space.num_rows
         self._table = Table(self.space, classes, chain_class, bare_ends_first, columns)
+        self.shares: OwnerShares | None = None
+        """Shares of the blocks' owners; None: the place is not divided. For reading only."""
         self._losses = Losses(self._table)
         self._pins = zeros(self.num_slots + 1, "i4")[1]
         self._pinned = 0
@@ -413,7 +416,9 @@ class BlockIndex:
 
     def retained_chains(self, parts: Sequence[int] = ()) -> RetainedChains:
         """Chains that are evicted after all others, none yet; an empty place is divided among owners with `parts`."""
-        return RetainedChains(self._table, parts)
+        chains = RetainedChains(self._table, parts)
+        self.shares = chains.shares
+        return chains
 
     def outdate(self, key: BlockKey, count: int) -> None:
         """Evict before all others what is attached to the `count` blocks before `key` in its chain.

@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpact.errors import PactViolation
-from kvpact.index.key_table import FEW
+from kvpact.index.slot_space import kept_free
 from kvpact.index.table import FREE, HELD, NONE, RESERVED, SAVED, Table
-
-AHEAD_SHARE: Final = 64
-"""Share of the slots that a class could free and keeps free: at most one in so many."""
-
-AHEAD_SLOTS: Final = 2048
-"""Most slots that a class keeps free."""
 
 FAR: Final = 256
 """Most blocks that are looked at for the last use of a chain."""
@@ -122,9 +116,7 @@ class Losses:
 
     def _kept(self, slot_class: int) -> int:
         """Slots of a class that are kept free while nothing needs them."""
-        free = self._table.space.free[slot_class]
-        kept = min((len(free) + self._table.evictable[slot_class]) // AHEAD_SHARE, AHEAD_SLOTS)
-        return kept if kept >= FEW else 0
+        return kept_free(len(self._table.space.free[slot_class]) + self._table.evictable[slot_class])
 
     def _evict(self, slot_class: int, wanted: int) -> int:
         """Free leaves of a class that nothing holds, with their side rows, as the policy takes them, until `wanted` of

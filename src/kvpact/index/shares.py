@@ -15,7 +15,7 @@ from kvpact.index.key_table import FloatArray, RowArray
 from kvpact.index.lru import NEVER, LeastRecentlyUsed
 from kvpact.index.policy import Rows
 from kvpact.index.retention import Retention
-from kvpact.index.slot_space import SlotSpace
+from kvpact.index.slot_space import SlotSpace, kept_free
 
 
 class OwnerShares:
@@ -27,7 +27,10 @@ class OwnerShares:
 
     1. from owners above their share, the least recently used first, down to their share;
     2. from these, the ends of retained chains, whose retention ends: no lock;
-    3. from all owners, in the same two steps. All that owners above their share have is pinned then, or nobody is.
+    3. from all owners, in the same two steps: all that owners above their share have is pinned then.
+
+    The shares leave out the slots that are kept free, so that making room ahead takes nothing within a share: a share
+    would shrink with each such slot, and lend it out for good.
     """
 
     __slots__ = (
@@ -59,13 +62,21 @@ class OwnerShares:
 
     @property
     def shares(self) -> Sequence[int]:
-        """Per owner the blocks that are its share of the place now."""
+        """Per owner the blocks that are its share of the place now, but for the slots that are kept free."""
         usable = self._space.usable
         if usable != self._usable:
-            shares = [usable * part // WHOLE for part in self._parts]
-            self._shares = [usable - sum(shares), *shares]
+            room = usable - kept_free(usable)
+            shares = [room * part // WHOLE for part in self._parts]
+            self._shares = [room - sum(shares), *shares]
             self._usable = usable
         return self._shares
+
+    def most(self, owner: int) -> int:
+        """Blocks that this owner may have without room that another uses and has by its share: never less than its own
+        share."""
+        shares = self.shares
+        unused = sum(shares) - sum(map(min, self.blocks, shares))
+        return unused + min(self.blocks[owner], shares[owner])
 
     def expect(self, owner: int, blocks: int) -> None:
         """Note that so many blocks of this owner are inserted next, and that room is made for them until then."""
