@@ -175,7 +175,8 @@ def pause_rows(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def flood_rows(name: str, alone: Trace, copies: Iterable[Iterator[Turn]]) -> Iterator[dict[str, Any]]:
-    """One row for the others alone, who ask as in `pause_rows`, and beside a flood two without and two with shares."""
+    """One row for the others alone, who ask as in `pause_rows`, and three beside a flood: without hints, with hints,
+    and with hints and shares."""
     paused, hints = alone.longest_pauses()
     flood = [turn for copy in copies for turn in takewhile(lambda turn: turn.at <= alone.turns[-1].at, copy)]
     both = replace(alone, turns=sorted([*alone.turns, *flood], key=lambda turn: turn.at))
@@ -183,10 +184,12 @@ def flood_rows(name: str, alone: Trace, copies: Iterable[Iterator[Turn]]) -> Ite
     beside = {others[number]: seconds for number, seconds in hints.items()}
     everything = {number: MOST_SECONDS for number, turn in enumerate(both.turns) if turn.copy}
     shares = Tenants(("flood",), (FLOOD_PARTS,), {turn.salt: 1 for turn in flood})
-    plays: list[tuple[str, Trace, dict[int, float], Tenants | None]] = [("no flood", alone, hints, None)]
-    for how, tenants in (("no shares", None), ("shares", shares)):
-        plays.append((f"flood, {how}", both, beside, tenants))
-        plays.append((f"flood with retain, {how}", both, beside | everything, tenants))
+    plays: tuple[tuple[str, Trace, dict[int, float], Tenants | None], ...] = (
+        ("no flood", alone, hints, None),
+        ("flood, no shares", both, beside, None),
+        ("flood with retain, no shares", both, beside | everything, None),
+        ("flood with retain, shares", both, beside | everything, shares),
+    )
     row: dict[str, Any] = {"trace": name, "memory": alone.memory, "turns": len(others)}
     for load, trace, retain, of_tenants in plays:
         mine = [hit for hit, turn in zip(trace.play(retain, of_tenants), trace.turns, strict=True) if not turn.copy]
