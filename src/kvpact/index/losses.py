@@ -89,7 +89,7 @@ class Losses:
         self._lost = 0
         if slots <= free:
             return evicted
-        evicted += self._evict(slot_class, min(slots + min(free, self._kept(slot_class)), free + evictable))
+        evicted += self._evict(slot_class, min(slots + min(free, kept_free(free + evictable)), free + evictable))
         if slots > len(self._table.space.free[slot_class]):  # neighbours lease what was evicted
             self._lost = evicted
             return None
@@ -106,17 +106,13 @@ class Losses:
         evicted = 0
         space = self._table.space
         for slot_class, free in enumerate(space.free):
-            kept = self._kept(slot_class)
+            kept = kept_free(len(free) + self._table.evictable[slot_class])
             lacking = min(kept - len(free), most)
             if lacking >= max(1, min(kept // 2, most)):
                 wanted = len(free) + lacking
                 space.obtain(slot_class, lacking, self)
                 evicted += self._evict(slot_class, min(wanted, len(free) + self._table.evictable[slot_class]))
         return evicted
-
-    def _kept(self, slot_class: int) -> int:
-        """Slots of a class that are kept free while nothing needs them."""
-        return kept_free(len(self._table.space.free[slot_class]) + self._table.evictable[slot_class])
 
     def _evict(self, slot_class: int, wanted: int) -> int:
         """Free leaves of a class that nothing holds, with their side rows, as the policy takes them, until `wanted` of
