@@ -5,7 +5,8 @@ loaded, computed, saved and ended at once. `chat`: blocks of 512 tokens, memory 
 `coding`: blocks of 1,024, 50 sessions at once, memory for a third of their prompts. A client asks before the longest
 pauses, of 1 min to 1 h, as many as fit a fifth of memory. `paused_hit`: percent hit of the turns after those.
 `lost_back`: percent kept of what least-recently-used lost of those. `others_fall`: points that others lose. `unused`:
-percent of retained blocks that the next turn did not use. Flood: another tenant with ten times the load.
+percent of retained blocks that the next turn did not use. Flood: another tenant with ten times the load, without shares
+of tenants, and with a share of 2 % of memory; its copies of the trace have salts of their own, all of them its.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.needs import require_known
 from kvpact import EngineKV, Namespace, PactCache, RequestIdentity, load_config
 from kvpact.hints.schema import KEY, MOST_SECONDS, parse_hints
 from kvpact.identity.groups import one_group
+from kvpact.identity.tenants import WHOLE, Tenants
 from kvpact.index.retained_chains import SHARE
 from kvpact.memory.arena import Arena, ArenaSegment
 
@@ -34,6 +36,8 @@ AT_ONCE: Final = 50
 COPIES: Final = 11
 LEAST_SECONDS: Final = 60.0
 MARGIN_SECONDS: Final = 1.0
+FLOOD_PARTS: Final = WHOLE // 50
+"""Share of the flood's tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,11 @@ class Turn:
     names: Sequence[int]
     before: int
     shared: int
+
+    @property
+    def salt(self) -> str:
+        """Salt of its copy and session, which share no block with others."""
+        return f"{self.copy} {self.session}"
 
 
 def chat_turns(data: Path, copy: int) -> Iterator[Turn]:
@@ -99,17 +108,17 @@ class Trace:
         """Blocks of these turns' prompts."""
         return sum(len(self.turns[number].names) // self.unit for number in numbers)
 
-    def play(self, retain: Mapping[int, float]) -> list[int]:
+    def play(self, retain: Mapping[int, float], tenants: Tenants | None = None) -> list[int]:
         """Serve all prompts and a token more, some retained for so many seconds; returns the blocks that each hit."""
         now = 0.0
         table = range(1, 2 + max(len(turn.names) for turn in self.turns) // self.unit)
-        engine = EngineKV(Namespace({"model": "benchmark"}).digest, one_group(self.unit))
+        engine = EngineKV(Namespace({"model": "benchmark"}).digest, one_group(self.unit), tenants=tenants)
         arena = Arena([ArenaSegment.create(self.memory, 4096)])
         cache = PactCache(load_config({"hints": "clients"}, {}), engine, arena=arena, clock=lambda: now)
         found: list[int] = []
         for number, turn in enumerate(self.turns):
             now = turn.at
-            request = Request(str(number), [*turn.names, 0], RequestIdentity(salt=f"{turn.copy} {turn.session}"))
+            request = Request(str(number), [*turn.names, 0], RequestIdentity(salt=turn.salt))
             if (hints := parse_hints({KEY: {"retain": retain[number]}} if number in retain else {})) is not None:
                 cache.note_hints(request, hints)
             cache.on_new_request(request)
@@ -166,17 +175,24 @@ def pause_rows(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def flood_rows(name: str, alone: Trace, copies: Iterable[Iterator[Turn]]) -> Iterator[dict[str, Any]]:
-    """One row for the others alone, who ask as in `pause_rows`, and two beside a flood, without and with hints."""
+    """One row for the others alone, who ask as in `pause_rows`, and three beside a flood: without hints, with hints,
+    and with hints and shares."""
     paused, hints = alone.longest_pauses()
     flood = [turn for copy in copies for turn in takewhile(lambda turn: turn.at <= alone.turns[-1].at, copy)]
     both = replace(alone, turns=sorted([*alone.turns, *flood], key=lambda turn: turn.at))
     others = [number for number, turn in enumerate(both.turns) if not turn.copy]
     beside = {others[number]: seconds for number, seconds in hints.items()}
     everything = {number: MOST_SECONDS for number, turn in enumerate(both.turns) if turn.copy}
-    plays = (("no flood", alone, hints), ("flood, no shares", both, beside))
+    shares = Tenants(("flood",), (FLOOD_PARTS,), {turn.salt: 1 for turn in flood})
+    plays: tuple[tuple[str, Trace, dict[int, float], Tenants | None], ...] = (
+        ("no flood", alone, hints, None),
+        ("flood, no shares", both, beside, None),
+        ("flood with retain, no shares", both, beside | everything, None),
+        ("flood with retain, shares", both, beside | everything, shares),
+    )
     row: dict[str, Any] = {"trace": name, "memory": alone.memory, "turns": len(others)}
-    for load, trace, retain in (*plays, ("flood with retain, no shares", both, beside | everything)):
-        mine = [hit for hit, turn in zip(trace.play(retain), trace.turns, strict=True) if not turn.copy]
+    for load, trace, retain, of_tenants in plays:
+        mine = [hit for hit, turn in zip(trace.play(retain, of_tenants), trace.turns, strict=True) if not turn.copy]
         hit = alone.hit(mine, range(len(mine)))
         fall = round(row.setdefault("all_hit", hit) - hit, 2)
         yield row | {"load": load, "all_hit": hit, "paused_hit": alone.hit(mine, paused), "others_fall": fall}

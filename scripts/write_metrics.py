@@ -186,6 +186,7 @@ rule_files: [prometheus-alerts.yml]
   `engine`, the number of a replica.
 - `tier` is `memory`, or the option `name=` of the tier's URL, or its kind: `disk`, `directory`, `redis`, `object`,
   `mooncake`, the scheme of another package's tier; the second tier of a kind is `redis-2`. `tier_info` has the URLs.
+- `tenant` is a name in [`tenants`](hints.md#shares-of-tenants), or `others`.
 - Engines report to their server once before the first request, then at most once a second. Counters are complete. A
   histogram gets up to 32 evenly drawn times a second for each of its series: its quantiles are right, its `_count` is
   too low.

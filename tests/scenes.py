@@ -33,6 +33,7 @@ from kvpact.contract import (
 from kvpact.errors import PactViolation
 from kvpact.identity.groups import one_group
 from kvpact.identity.keys import Namespace, RequestIdentity
+from kvpact.identity.tenants import load_tenants
 from kvpact.memory.arena import Arena, ArenaSegment
 from kvpact.pool.neighbours import Neighbours
 from kvpact.ranges import RangeSet
@@ -125,7 +126,14 @@ class Scene:
         self.queues = [t if isinstance(t, TierExecutor) else TierExecutor(t, 2, write_queue) for t in tiers]
         self.cache = PactCache(
             self.config,
-            EngineKV(namespace.digest, one_group(BLOCK_SIZE), (), copies_per_block, None, neighbours, reader),
+            EngineKV(
+                namespace.digest,
+                one_group(BLOCK_SIZE),
+                copies_per_block=copies_per_block,
+                neighbours=neighbours,
+                reader=reader,
+                tenants=load_tenants(self.config.tenants),
+            ),
             arena=Arena(self.segments),
             tiers=self.queues,
             clock=lambda: self.now,

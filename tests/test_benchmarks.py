@@ -132,8 +132,10 @@ def test_retained_blocks_are_there_after_the_longest_pauses_unless_a_flood_retai
     assert 50 <= retained["lost_back"] <= 100
     assert retained["others_fall"] == pytest.approx(plain["others_hit"] - retained["others_hit"], abs=0.011)
     assert ("others_fall" in retained["missed"]) == (retained["others_fall"] > 1)
-    assert [row["load"] for row in floods] == ["no flood", "flood, no shares", "flood with retain, no shares"]
-    assert floods[0]["paused_hit"] >= floods[1]["paused_hit"] > floods[2]["paused_hit"]
+    loads = ["no flood", "flood, no shares", "flood with retain, no shares", "flood with retain, shares"]
+    assert [row["load"] for row in floods] == loads
+    assert floods[0]["paused_hit"] >= floods[1]["paused_hit"] > floods[2]["paused_hit"] < floods[3]["paused_hit"]
+    assert floods[3]["others_fall"] < floods[2]["others_fall"]
 
 
 def test_index_says_what_a_block_costs_beside_a_dict_and_what_a_restart_does() -> None:

@@ -39,6 +39,14 @@ TIERS: list[Any] = [
     f"{DISK},redis://cache", f'["{DISK}"]', 5,
 ]  # fmt: skip
 
+TENANT = {"salt_file": "/run/secrets/alice", "memory": "60%"}
+TENANTS: list[Any] = [
+    "alice", "alice=25%", "[]", 5, True, ["alice"], {"alice": "25%"}, {"alice": {}}, {"Alice": TENANT},
+    {"others": TENANT}, {"a b": TENANT}, {"alice": TENANT, "bob": TENANT}, {"alice": {"memory": "25%"}},
+    {"alice": {**TENANT, "memory": 25}}, {"alice": {**TENANT, "memory": "2GiB"}}, {"alice": {**TENANT, "salt": "x"}},
+    {"alice": {**TENANT, "memory": "0%"}}, {"alice": {**TENANT, "salt_file": "~nobody-of-this-name/file"}},
+]  # fmt: skip
+
 WRONG: Mapping[str, list[Any]] = {
     "memory": [*SIZES, "0"], "write_queue": [*SIZES, "0"], "sync_load_budget": SIZES,
     "prepare_deadline": TIMES, "plan_lifetime": [*TIMES, "0"], "load_deadline": [*TIMES, "0"],
@@ -48,7 +56,7 @@ WRONG: Mapping[str, list[Any]] = {
     "require": WORDS, "pool": WORDS, "hints": WORDS,
     "recompute_if_faster": SWITCHES, "require_tiers": SWITCHES, "share_drawn_epochs": SWITCHES, "layerwise": SWITCHES,
     "model_id": NO_TEXT, "weights_version": NO_TEXT, "record_key_file": PATHS, "stats_file": PATHS,
-    "cache": FACTORIES, "tiers": [[each] for each in TIERS],
+    "cache": FACTORIES, "tiers": [[each] for each in TIERS], "tenants": TENANTS,
 }  # fmt: skip
 """Key -> ten wrong values or more."""
 

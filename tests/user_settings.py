@@ -25,6 +25,7 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "pool": "engine",
         "save": "eager",
         "admit": "second-use",
+        "tenants": {"alice": {"salt_file": f"{directory}/alice", "memory": "25%"}},
         "hints": "clients",
         "match_at": "step",
         "require": "all",

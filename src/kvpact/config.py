@@ -17,9 +17,19 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+)
 
 from kvpact.errors import ConfigError, reason_of
+from kvpact.identity.tenants import EXAMPLE, TenantSettings, parse_tenants
 from kvpact.tiers.backends import SCHEMES, SOURCES
 from kvpact.tiers.urls import TierURL, nearest, parse_tier_url, redact
 from kvpact.units import POWERS, parse_duration, parse_size
@@ -96,6 +106,20 @@ def _check_factory(name: str) -> str:
     return name
 
 
+def _parse_hints(value: object, info: ValidationInfo) -> object:
+    """Clients whose hints count: "off", "clients", or the names of configured tenants. Raises ValueError."""
+    if isinstance(value, str) and value in ("off", "clients"):
+        return value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) for name in value):
+        raise ValueError('"off", "clients" or a list with names of "tenants" is needed')
+    tenants = info.data.get("tenants", {})
+    for name in value:
+        if name not in tenants:
+            known = f"known: {', '.join(tenants)}" if tenants else '"tenants" has none'
+            raise ValueError(f'"{name}" is no tenant, {known}; name tenants, or write "clients" for all')
+    return tuple(value)
+
+
 Size: TypeAlias = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_exact_size)]
 Seconds: TypeAlias = Annotated[float, BeforeValidator(parse_duration)]
 FilePath: TypeAlias = Annotated[Path, BeforeValidator(_parse_path)]
@@ -104,6 +128,11 @@ TierURLs: TypeAlias = Annotated[
     tuple[TierURL, ...],
     BeforeValidator(_parse_tier_urls),
     PlainSerializer(lambda tiers: [tier.url for tier in tiers]),
+]
+TenantsByName: TypeAlias = Annotated[
+    dict[str, TenantSettings],
+    BeforeValidator(parse_tenants),
+    PlainSerializer(lambda tenants: {name: settings.described() for name, settings in tenants.items()}),
 ]
 
 
@@ -140,8 +169,10 @@ class KvpactConfig(BaseModel):
     """Time of saving computed blocks: at once, when the engine is about to evict them, or never."""
     admit: Literal["always", "second-use"] = "always"
     """Blocks written to tiers: every saved block, or those saved or loaded a second time."""
-    hints: Literal["off", "clients"] = "off"
-    """Act on hints in `kv_transfer_params` of any client's requests, or on none."""
+    tenants: TenantsByName = Field(default={}, examples=[json.loads(EXAMPLE)])
+    """Clients that have a share of memory, by name, each with the file of its requests' salt."""
+    hints: Annotated[Literal["off", "clients"] | tuple[str, ...], BeforeValidator(_parse_hints)] = "off"
+    """Act on hints in `kv_transfer_params` of any client's requests, of those of these tenants, or on none."""
     match_at: Literal["schedule", "step"] = "schedule"
     """Time of lookups in shared tiers: before a request is scheduled, or by the workers when its step begins."""
     step_deadline: Seconds = Field(default=0.1, gt=0)
@@ -355,7 +386,7 @@ def _shown(value: object) -> str:
     """A value as the user wrote it, without its credentials."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(_shown(item) for item in value)}]"
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) or (isinstance(value, str) and value.lstrip().startswith("{")):
         return "{...}"
     if isinstance(value, TierURL | Path):
         value = str(value)

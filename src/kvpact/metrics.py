@@ -126,8 +126,8 @@ class Metric:
     """One row of the table. `meaning` is a sentence that names the unit.
 
     `labels` is the closed set of values of the label `label`; the labels of tiers are known later. A gauge with
-    `info_labels` is 1 and has its information in the labels of these names. A metric is 0 from the start, unless it
-    exists only `when_known`, because a 0 would be a statement.
+    `info_labels` is there once it is set: to 1 if those labels are its information, or by tenant. A metric is 0 from
+    the start, unless it exists only `when_known`, because a 0 would be a statement.
     """
 
     name: str
@@ -228,6 +228,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _by_tier("held_blocks", "gauge", "blocks", "Blocks that the tier holds now."),
     Metric("retained_blocks", "gauge", "blocks", "Blocks in memory that clients' hints retain now, a fifth at most."),
+    _info("tenant_blocks", "blocks", "Blocks of memory by tenant: held, its share, retained.", "kind", "tenant"),
     _by_tier("capacity_blocks", "gauge", "blocks", "Blocks that the tier can hold."),
     _by_tier("used_bytes", "gauge", "bytes", "Bytes that the tier's store reports, other writers' included."),
     _by_tier("queued_write_bytes", "gauge", "bytes", "Bytes that wait to be written to the tier now."),
@@ -328,11 +329,11 @@ class Metrics:
                         if not metric.when_known:
                             self._values.setdefault(name, 0)
 
-    def set_info(self, name: str, *labels: str) -> None:
-        """Set a gauge to 1 with these labels, which hold its information."""
+    def set_info(self, name: str, *labels: str, value: float = 1) -> None:
+        """Set a gauge with these labels, which hold its information or are known late."""
         clean = (label.translate(_UNQUOTED) for label in labels)
         with self._lock:
-            self._values[series(name, *clean)] = 1
+            self._values[series(name, *clean)] = value
 
     def add(self, name: str, amount: float = 1, label: str = "") -> None:
         """Count `amount` more. A negative amount is refused (see `check`); an unknown series is a PactViolation."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from kvpact.index.block_index import BlockIndex
 from kvpact.index.classed_slots import ClassedSlots
-from kvpact.index.losses import AHEAD_SHARE, AHEAD_SLOTS
+from kvpact.index.slot_space import AHEAD_SHARE, AHEAD_SLOTS
 
 BLOCKS = 16
 """Blocks of a chain."""
@@ -76,7 +76,7 @@ def test_a_small_place_keeps_no_slots_free(slots: int) -> None:
 
 
 def test_a_large_place_keeps_a_bounded_number_of_slots_free_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpact.index.losses.AHEAD_SLOTS", 64)
+    monkeypatch.setattr("kvpact.index.slot_space.AHEAD_SLOTS", 64)
     index = full(2 * AHEAD_SHARE * 64, 256)
     assert [index.evict_ahead(16) for _ in range(6)] == [16, 16, 16, 16, 0, 0]
     assert save(index, 1000, 8) == 0, "a reservation finds free slots"

@@ -237,7 +237,7 @@ def test_of_many_that_expire_at_once_a_call_ends_some_and_memory_stays_bounded()
 
 def is_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A retained block is a lock: nothing gives way."""
-    monkeypatch.setattr(Retention, "end_oldest", lambda self: None)
+    monkeypatch.setattr(Retention, "end_oldest", lambda self, owner=0: None)
 
 
 def acts_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +248,8 @@ def acts_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def newest_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest retention ends where the oldest should."""
 
-    def end_newest(self: Retention) -> int | None:
-        row = next(reversed(getattr(self, "_ends")), None)  # noqa: B009
+    def end_newest(self: Retention, owner: int = 0) -> int | None:
+        row = next(reversed(getattr(self, "_ends")[owner]), None)  # noqa: B009
         if row is not None:
             self.end(row)
         return row

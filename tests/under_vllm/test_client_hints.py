@@ -124,6 +124,22 @@ def test_a_wrong_hint_is_named_in_the_answer_and_fails_nothing(
     assert not engine.counts["hook_errors"]
 
 
+def test_hints_of_other_clients_than_the_named_tenants_are_rejected(
+    start: Callable[..., PlayedEngine], tmp_path: Path
+) -> None:
+    (tmp_path / "salt").write_text("secret of alice\n")
+    tenants = {"alice": {"salt_file": str(tmp_path / "salt"), "memory": "25%"}}
+    engine = start(tenants=tenants, hints=["alice"])
+    hints = {"kv_transfer_params": {"kvpact": {"store": "none"}}}
+    salts = ("secret of alice", "another", None)
+    asked = [engine.generate(PROMPT, 3, extra_args=hints, cache_salt=salt) for salt in salts]
+    rejected = "rejected: this engine acts on hints of some tenants alone"
+    assert [outcomes(one)["store"] for one in asked] == ["accepted", rejected, rejected]
+    assert stored(engine, PROMPT) == BLOCKS
+    shot = engine.counts
+    assert [shot[series("tenant_blocks", "held", name)] for name in ("alice", "others")] == [0, 2 * BLOCKS]
+
+
 def test_outcomes_that_are_sent_back_change_nothing(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     first = ask(engine, PROMPT, {"store": "none"})

@@ -29,7 +29,8 @@ BLOCKS = 4
 
 def configured(file: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """What `kvpact config` prints for a file with these settings, and what it says beside."""
-    file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    as_toml = {key: json.dumps(value, separators=(", ", " = ")) for key, value in settings.items()}
+    file.write_text("".join(f"{key} = {value}\n" for key, value in as_toml.items()))
     program = "from kvpact.cli.app import main; main()"
     said = subprocess.run(
         [sys.executable, "-c", program, "config", "--config", file], capture_output=True, text=True, check=True
@@ -64,6 +65,7 @@ def test_every_key_arrives_at_both_halves_of_a_real_engine(
 ) -> None:
     """The tiers hold a password, so the engine gets them from the file, as the command says (H85)."""
     (tmp_path / "record-key").write_text("0123456789abcdef" * 2)
+    (tmp_path / "alice").write_text(SECRET)
     with redis_server(tmp_path / "redis", password=SECRET) as server:
         settings = settings_of_a_user(tmp_path, server.address)
         transfer, said = configured(tmp_path / "kvpact.toml", settings)
@@ -108,6 +110,7 @@ def test_what_excludes_match_at_step_arrives_as_well(tmp_path: Path, caplog: pyt
     """On vLLM's real scheduler: `save = "lazy"`, with the other keys as before where they go together."""
     caplog.set_level(logging.INFO, logger="kvpact")
     settings = settings_of_a_user(tmp_path, "127.0.0.1:1")
+    (tmp_path / "alice").write_text(SECRET)
     for key in ("match_at", "step_deadline", "record_key_file", "require"):
         del settings[key]
     settings |= {"save": "lazy", "tiers": settings["tiers"][:1]}

@@ -49,6 +49,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
             "kvpact: this engine was started without kvpact's --worker-cls",
         ),
         ({"kv_connector_extra_config": {"record_key_file": "/nowhere"}}, "kvpact: record_key_file=/nowhere: cannot be"),
+        (
+            {"kv_connector_extra_config": {"tenants": {"alice": {"salt_file": "/nowhere", "memory": "25%"}}}},
+            'kvpact: tenants: "alice": salt_file=/nowhere cannot be read: No such file',
+        ),
         ({"kv_connector_extra_config": {"match_at": "step"}}, 'kvpact: match_at="step" needs a worker that asks'),
         (
             {"kv_connector_extra_config": {"memory": "8000TiB"}},

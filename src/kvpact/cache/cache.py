@@ -76,7 +76,7 @@ class PactCache(ExternalCache):
         budget: StepBudget | None = None,
     ) -> None:
         """Without a `budget` no step is late. With several groups the engine must offer a whole `SchedulerContext`."""
-        namespace, groups, classes, copies_per_block, events, neighbours, reader = engine
+        namespace, groups, classes, copies_per_block, events, neighbours, reader, tenants = engine
         self.neighbours = neighbours or Neighbours()
         self.metrics = metrics = metrics or Metrics()
         metrics.set("tier_up", 1, MEMORY)
@@ -97,7 +97,7 @@ class PactCache(ExternalCache):
         tags = BlockTags()
         ranks = arena.num_ranks
         records = Records(clock)
-        requests = self.requests = Requests(namespace, groups, epochs, tags, records, self._renamed)
+        requests = self.requests = Requests(namespace, groups, epochs, tags, records, self._renamed, tenants)
         lifetime = config.plan_lifetime
         anew = requests.may_wait_anew
         ledger = self.ledger = PactLedger(
@@ -115,8 +115,9 @@ class PactCache(ExternalCache):
         others = self.others = NeighbourBlocks.of(self.neighbours, reader, memory, below)
         self._is_proven = arena.standing is Standing.PROVEN
         is_plain = groups == one_group(groups.block_size)
-        self._retaining = Retaining(index, clock) if config.hints != "off" and is_plain else None
-        self._observer = Observer(ledger, index, below, epochs, self._retaining)
+        is_biased = is_plain and (config.hints != "off" or tenants is not None)
+        self.retaining = Retaining(index, clock, tenants) if is_biased else None
+        self._observer = Observer(ledger, index, below, epochs, self.retaining)
         self.announcements = Announcements(events, requests, index) if events is not None else None
         writes = self.writeback = WriteBack(below, memory, epochs, seen_once, self.announcements)
         reads = self._prefetcher = Prefetcher(below, memory, writes)
@@ -182,13 +183,13 @@ class PactCache(ExternalCache):
 
         A step that has used its budget leaves that to the first probe; the request's identity is read now in any case.
         """
-        if self._retaining is not None:
-            self._retaining.chains.end_expired(self._clock())
+        if self.retaining is not None:
+            self.retaining.chains.end_expired(self._clock())
         self._planner.ask_early(request, self.requests.of(request))
 
     def note_hints(self, request: EngineRequest, hints: Hints) -> None:
         """See `SupportsHints`: the record of the request has the outcomes from now on."""
-        if self._retaining is None:
+        if self.retaining is None:
             hints.refuse_retention("not for models with several KV cache groups")
         self.requests.of(request).note_hints(hints, self._block_size)
 
@@ -308,8 +309,8 @@ class PactCache(ExternalCache):
         if self.index.usable_slots < (usable := self._arena.usable_slots):
             self.index.use_slots(usable)
         self._finder.prefill.note_step(max(0, self._computing), now)
-        if self._retaining is not None:
-            self._retaining.chains.end_expired(now)
+        if self.retaining is not None:
+            self.retaining.chains.end_expired(now)
         self.saves.put_off.order(now)
         if self._saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
@@ -372,8 +373,8 @@ class PactCache(ExternalCache):
         state = self.requests.live.pop(request_id, None)
         if state is not None:
             state.drop_lookup()
-            if self._retaining is not None:
-                self._retaining.request_finished(state)
+            if self.retaining is not None:
+                self.retaining.request_finished(state)
             if self._answers is not None and state.keys is not None and state.stored_end == ALL_ROWS:
                 self._answers.note(state.keys.keys, state.record.prompt_tokens, state.computed)
 
@@ -420,8 +421,8 @@ class PactCache(ExternalCache):
         """The weights may have changed: everything under way belongs to the old ones."""
         self.ledger.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
-        if self._retaining is not None:
-            self._retaining.chains.end_all()
+        if self.retaining is not None:
+            self.retaining.chains.end_all()
         self.saves.clear()
         self.writeback.clear()
         self.neighbours.reset()

@@ -130,7 +130,7 @@ class LazyOffload:
             if entry is None or entry.key != key or entry.block_hash is None:
                 self._drop(block_id)
                 block_hash = self.context.get_block(block_id).block_hash
-                entry = BlockContent(key, parent, run.group, block, request_id, tag, block_hash)
+                entry = BlockContent(key, parent, run.group, block, request_id, tag, block_hash, owner=run.owner)
                 self._entries[block_id] = entry
                 if key not in self._places:  # else the engine may publish another block of the same content
                     self._put(entry, block_id)
@@ -390,13 +390,22 @@ class LazyOffload:
             return None
         ids = tuple(reversed(missing[-len(new) :]))
         start = len(known)
-        owner = self._entries[ids[-1]].request_id
+        request_id = self._entries[ids[-1]].request_id
         departing = frozenset(ids).intersection(leaving)
         rows = range(start, start + len(new))
-        group = self._entries[ids[0]].group
-        of_class = self.groups.class_of(group)
-        run = Run(group, start, new, [*known, *new], rows, of_class, block_ids=ids, request_id=owner)
-        return Owed(owner, run, departing)
+        first = self._entries[ids[0]]
+        run = Run(
+            first.group,
+            start,
+            new,
+            [*known, *new],
+            rows,
+            self.groups.class_of(first.group),
+            block_ids=ids,
+            request_id=request_id,
+            owner=first.owner,
+        )
+        return Owed(request_id, run, departing)
 
     def content_of(self, block_id: int) -> BlockContent | None:
         """Content of a block of the engine; None if it is unknown."""

@@ -16,6 +16,7 @@ from kvpact.cache.needs.runs import NO_BLOCK, NOTHING, Has, Run, linked, loose
 from kvpact.events.queue import EventQueue
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey
+from kvpact.identity.tenants import Tenants
 from kvpact.index.block_index import BlockIndex, Pin, Reservation
 from kvpact.index.column_file import ColumnFile
 from kvpact.index.slot_space import PlainSlots
@@ -52,6 +53,8 @@ class EngineKV(NamedTuple):
     """Other engines of this host whose memory it may load from, as they may from its own; None: none."""
     reader: Reader | None = None
     """Starts the threads that read from their memory into its own; None: its ranks copy from there, as on a CPU."""
+    tenants: Tenants | None = None
+    """Clients that have a share of memory; None: there are none."""
 
 
 class Taken(NamedTuple):
@@ -128,12 +131,13 @@ class Memory:
     def reserve(self, run: Run) -> Reservation | None:
         """Slots for new blocks, all or none."""
         if run.is_linked:
-            return self.index.reserve(run.chain, run.start, run.start + len(run.keys))
+            return self.index.reserve(run.chain, run.start, run.start + len(run.keys), run.owner)
         return self.index.reserve_sides(run.keys, run.parents, run.slot_class)
 
     def take(self, run: Run, share: Callable[[int], int] | None) -> Taken | None:
         """Slots for as many blocks of a run as there is room for, of which it may have its `share`, by default all, and
-        a pin on the last of them; None if there is none, or the row that the run needs is not known.
+        a pin on the last of them; None if there is none, or the row that the run needs is not known. Room that tenants
+        use within their shares is none for another's run.
 
         `reservable` is an upper bound where neighbours lease: what they lease is evicted and not free yet."""
         needed = run.needed
@@ -141,6 +145,8 @@ class Memory:
         wanted = room = len(run.keys)
         if needed != NO_BLOCK and needed not in index:
             return None
+        if index.shares is not None:
+            wanted = room = min(wanted, max(0, index.shares.most(run.owner) - run.start))
         before = None
         try:
             if share is not None or wanted > len(index.space.free[run.slot_class]):
@@ -150,7 +156,7 @@ class Memory:
                 room = min(wanted, found if share is None else share(found))
             if not room:
                 return None
-            reservation = self.reserve(run if room == wanted else run.part(0, room))
+            reservation = self.reserve(run if room == len(run.keys) else run.part(0, room))
             if reservation is None:  # neighbours lease what was evicted
                 return None
             return Taken(reservation, index.pin_at(run.keys[room - 1], reservation.slots[-1]))

@@ -34,6 +34,7 @@ from kvpact.identity.base_weights import BaseWeights
 from kvpact.identity.groups import GroupSet, one_group
 from kvpact.identity.keys import Namespace
 from kvpact.identity.loaded_adapters import LoadedAdapters
+from kvpact.identity.tenants import Tenants
 from kvpact.memory.arena import Arena, ArenaSegment, Standing
 from kvpact.metrics import MEMORY, Metrics, Snapshot, StartVerdict, explain_misses
 from kvpact.pool.meeting import Meeting
@@ -62,6 +63,8 @@ class EngineIdentity(NamedTuple):
     """Announcements of its blocks to routers; None: nobody listens."""
     read_weights: Callable[[Callable[[], bool]], str] | None = None
     """Identity of the weights for other engines of this host: see `OwnMemory`; None: it meets none."""
+    tenants: Tenants | None = None
+    """Clients that have a share of memory; None: there are none."""
 
 
 class MountedCache:
@@ -82,7 +85,9 @@ class MountedCache:
 
         Raises ConfigError for settings that no cache can have, and if the weights cannot be identified.
         """
-        known, weights, adapters, seal, _, read_weights = identity
+        known, weights, adapters, seal, _, read_weights, tenants = identity
+        if tenants is not None and groups != one_group(groups.block_size):
+            logger.warning("kvpact: the model has several KV cache groups, where tenants have no shares of memory yet")
         self.segments = [hello.segment for hello in hellos]
         self._may_have_counted = True
         """False while the counts are those last offered to `stats_file`."""
@@ -127,6 +132,7 @@ class MountedCache:
                     identity.events,
                     neighbours,
                     self._read_others if copies_per_block else None,
+                    tenants,
                 ),
                 arena=arena,
                 tiers=tiers.queues if tiers is not None else (),

@@ -48,6 +48,8 @@ class Observer:
         metrics.set("held_blocks", self.index.held_count, MEMORY)
         if self.retaining is not None:
             metrics.set("retained_blocks", self.retaining.chains.blocks)
+            for kind, tenant, blocks in self.retaining.by_tenant():
+                metrics.set_info("tenant_blocks", kind, tenant, value=blocks)
         metrics.set("capacity_blocks", self.index.num_slots, MEMORY)
         self.tiers.observe()
         return metrics.snapshot()

@@ -182,7 +182,9 @@ class Offloader:
         prompt = state.record.prompt_tokens
         ids, loose = groups.worth_saving(tables, rows, state.computed, len(tokens), state.branches)
         loose = [*dict.fromkeys((*loose, *offered))]
-        owed = Computed(name, state.keys, tokens, state.tag, first, full, 0, ids, loose, prompt, state.sound)
+        owed = Computed(
+            name, state.keys, tokens, state.tag, first, full, 0, ids, loose, prompt, state.sound, owner=state.owner
+        )
         left = 0
         if lazy is not None:
             lazy.confirm(name, tables)

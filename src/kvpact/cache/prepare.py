@@ -162,7 +162,7 @@ class Planner:
             return Wait(put_off=True)
         if plan is None and len(keys) - start < self.config.min_match_blocks:
             return self._miss(name, state, start, Miss(self._why_so_few(state, start, len(keys), loadable)))
-        needs = Needs(self.groups, keys, start, state.loose_keys)
+        needs = Needs(self.groups, keys, start, state.loose_keys, owner=state.owner)
         return self._look_up(Probe(name, state, needs, start, plan, now))
 
     def _why_not(self, request: EngineRequest, state: RequestState, computed_tokens: int) -> MissReason | None:

@@ -19,6 +19,7 @@ from kvpact.identity.epochs import Epochs
 from kvpact.identity.groups import GroupSet
 from kvpact.identity.keys import BlockKey, BlockKeys, RequestIdentity
 from kvpact.identity.tags import NO_TAG, BlockTags, Tag
+from kvpact.identity.tenants import Tenants
 from kvpact.metrics import MissReason
 from kvpact.ranges import BlockRange
 from kvpact.tiers.client import TierClient
@@ -106,6 +107,8 @@ class RequestState:
     """Hints of its client; None if it brought none."""
     stored_end: int = ALL_ROWS
     """First of its rows that are not stored, by its client's wish."""
+    owner: int = 0
+    """Tenant to whom its blocks belong in memory, as `Tenants` numbers them; 0 for others."""
 
     def note_hints(self, hints: Hints, block_size: int) -> None:
         """Note the hints of a new request."""
@@ -216,6 +219,8 @@ class Requests:
     """Start of the keys of all chains, beside the namespace."""
     _tokens_ahead: int = field(init=False)
     live: dict[str, RequestState] = field(default_factory=dict, init=False)
+    tenants: Tenants | None = None
+    """Clients that have a share of memory; None: there are none."""
 
     def __post_init__(self) -> None:
         self.block_size = self.groups.block_size
@@ -281,6 +286,8 @@ class Requests:
         state.identity = identity
         state.generation = epochs.generation
         state.tag = self.tags.tag_of(epochs.generation, identity.adapter) if identity is not None else NO_TAG
+        if self.tenants is not None and identity is not None:
+            state.owner = self.tenants.owner_of(identity.salt)
         if identity is None:
             state.keys = None
         elif same_epoch and state.keys is not None and before is not None and before.same_root(identity):

@@ -131,6 +131,15 @@ class EngineStatus(msgspec.Struct, kw_only=True):
         """A count of the engine, or of one tier; 0 if its release of kvpact does not have it."""
         return int(self.metrics.get(series(name, tier) if tier else name, 0))
 
+    def by_tenant(self) -> dict[str, dict[str, int]]:
+        """Blocks of each tenant in memory by kind, those of others first; none without tenants."""
+        found: dict[str, dict[str, int]] = {}
+        for name, blocks in self.metrics.items():
+            if name.startswith("tenant_blocks{"):
+                labels = dict(_LABEL.findall(name))
+                found.setdefault(labels["tenant"], {})[labels["kind"]] = int(blocks)
+        return found
+
     def tokens_by_source(self) -> dict[str, int]:
         """Prompt tokens that were not computed, by the engine's own cache, memory, neighbours if any, each tier."""
         neighbours = (NEIGHBOURS,) if self.count("used_tokens_from", NEIGHBOURS) else ()
@@ -226,6 +235,9 @@ def status_of(
     found.metrics |= {series(name, label): total for name, total, label in cache.ledger.totals.counts()}
     found.metrics[series("held_blocks", MEMORY)] = cache.index.held_count
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
+    if cache.retaining is not None:
+        found.metrics["retained_blocks"] = cache.retaining.chains.blocks
+        found.metrics |= {series("tenant_blocks", *of): blocks for *of, blocks in cache.retaining.by_tenant()}
     arena = cache.tiers.arena
     found.metrics["unproven_copies"] = int(arena.standing is Standing.OPEN)
     found.metrics |= {series("unmade_checks", reason): checks for reason, checks in arena.unmade_checks.items()}

@@ -22,6 +22,7 @@ from kvpact.cli.transfer_config import refuse_secrets_of_the_command_line
 from kvpact.cli.vllm_command import installed_release
 from kvpact.config import KvpactConfig, check_cache, load_with_variables
 from kvpact.errors import ConfigError, DataError
+from kvpact.identity.tenants import load_tenants
 from kvpact.memory.limits import available_memory_bytes
 from kvpact.tiers.registry import load_seal
 from kvpact.units import format_size
@@ -75,6 +76,7 @@ def _findings(
         refuse_secrets_of_the_command_line(config, variables)
         check_cache(config)
         load_seal(config.record_key_file)
+        load_tenants(config.tenants)
         if through == OFFLOADING:
             offloading_json(config, variables)
     except ConfigError as error:

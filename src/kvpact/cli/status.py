@@ -16,6 +16,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpact.cache.records import Prompts, RequestRecord
+from kvpact.cache.retaining import TenantBlocks
 from kvpact.cache.status import EngineStatus, TierState, status_document, troubles_in
 from kvpact.cache.status_socket import NO_PLACE, answers, places
 from kvpact.cli.screen import console, print_json, table
@@ -54,7 +55,7 @@ def show_status(url: str | None, *, leases: bool, as_json: bool) -> bool:
         print_json(status_document(engines, leases=leases))
     else:
         for each in engines:
-            _print_lines(each.title, _lines_of(each))
+            _print_lines(each.title, status_lines(each))
             for line in _leases_of(each) if leases else ():
                 console().print(line)
     return not any(tier.trouble for each in engines for tier in each.tiers)
@@ -110,7 +111,8 @@ def _engines() -> list[EngineStatus]:
     return found
 
 
-def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
+def status_lines(engine: EngineStatus) -> Iterator[tuple[str, str]]:
+    """Lines about an engine, each as its label and its text."""
     yield from (("start", note) for note in engine.verdict.notes)
     if engine.verdict.unserved:
         yield "cached", f"nothing: {engine.verdict.unserved}"
@@ -140,6 +142,7 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     if retained:
         part = retained / max(1, engine.count("capacity_blocks", MEMORY))
         yield "retained", f"{part:.1%} of memory, {retained:,} blocks, by clients' hints"
+    yield from _tenants_of(engine)
     if engine.announced_blocks is not None:
         yield "events", f"on, {engine.announced_blocks:,} blocks announced"
     if engine.count("unproven_copies"):
@@ -151,6 +154,18 @@ def _lines_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     yield "prefill time saved", f"{seconds:,.1f} s" if is_known else "unknown until the engine computes a prompt"
     yield "lookups", explain_misses({**Metrics().snapshot(), **engine.metrics})
     yield "to change", engine.to_change()
+
+
+def _tenants_of(engine: EngineStatus) -> Iterator[tuple[str, str]]:
+    """A line for each tenant's share of memory, and one for that of all others."""
+    for name, blocks in engine.by_tenant().items():
+        held = blocks.get(TenantBlocks.HELD, 0)
+        share = blocks.get(TenantBlocks.SHARE, 0)
+        retained = blocks.get(TenantBlocks.RETAINED, 0)
+        text = f"{held:,} blocks in memory, share {share:,}"
+        text += f", {held - share:,} lent" if held > share else ""
+        text += f", {retained:,} retained" if retained else ""
+        yield f"tenant {name}", text
 
 
 def _leases_of(engine: EngineStatus) -> Iterator[str]:

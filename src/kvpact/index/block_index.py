@@ -23,6 +23,7 @@ from kvpact.index.losses import Reservation as Reservation
 from kvpact.index.pins import Pin as Pin
 from kvpact.index.restoring import Restoring
 from kvpact.index.retained_chains import RetainedChains
+from kvpact.index.shares import OwnerShares
 from kvpact.index.slot_space import PlainSlots, SlotSpace
 from kvpact.index.table import CANCELLED, DOOMED, FREE, HELD, NONE, RESERVED, SAVED, Table
 from kvpact.index.table import ROOT as ROOT
@@ -35,7 +36,7 @@ _KNOWN = (RESERVED, SAVED, HELD)
 class BlockIndex:
     """Map of block keys to `num_slots` slots; says which blocks may be served and evicts when room is needed."""
 
-    __slots__ = ("_losses", "_pinned", "_pins", "_table", "num_slots", "space")
+    __slots__ = ("_losses", "_pinned", "_pins", "_table", "num_slots", "shares", "space")
 
     def __init__(
         self,
@@ -60,6 +61,8 @@ class BlockIndex:
         """Free slots."""
         self.num_slots = self.space.num_rows
         self._table = Table(self.space, classes, chain_class, bare_ends_first, columns)
+        self.shares: OwnerShares | None = None
+        """Shares of the blocks' owners; None: the place is not divided. For reading only."""
         self._losses = Losses(self._table)
         self._pins = zeros(self.num_slots + 1, "i4")[1]
         self._pinned = 0
@@ -279,12 +282,12 @@ class BlockIndex:
         """
         return self._losses.evict_ahead(most)
 
-    def reserve(self, keys: Sequence[BlockKey], start: int, end: int) -> Reservation | None:
+    def reserve(self, keys: Sequence[BlockKey], start: int, end: int, owner: int = 0) -> Reservation | None:
         """Reserve slots for `keys[start:end]` of the chain `keys`, all or none; without room None, and no change.
 
         Held blocks that nothing needs are evicted for it, in the order of the eviction policy and a chain's tail before
         its head, never the chain that is being extended. Raises PactViolation if the first of the blocks is known
-        already, or the one before it is not; those after an unknown one are unknown.
+        already, or the one before it is not; those after an unknown one are unknown. A new chain belongs to `owner`.
         """
         if not 0 <= start <= end <= len(keys):
             raise PactViolation(f"cannot reserve blocks [{start}, {end}) of a chain of {len(keys)}")
@@ -294,7 +297,7 @@ class BlockIndex:
             known = self.known_prefix(keys)
             raise PactViolation(f"blocks [{start}, {end}) are not new; reserve from known_prefix() on, here {known}")
         parent = self.slot(keys[start - 1]) if start else table.root
-        reservation = self._losses.take(len(wanted), table.chain_class, parent)
+        reservation = self._losses.take(len(wanted), table.chain_class, parent, owner)
         if reservation is not None and (slots := reservation.slots):
             table.reserve_chain(wanted, parent, slots, start, len(keys) - end)
         return reservation
@@ -313,7 +316,7 @@ class BlockIndex:
         are_new = len(set(keys)) == len(keys) and (self.find_each(keys) == NONE).all()
         if not are_new or any(map(self._table.links.is_side.__getitem__, rows)):
             raise PactViolation("side blocks to reserve are not all new, or are attached to other side blocks")
-        reservation = self._losses.take(len(keys), slot_class, rows[-1])
+        reservation = self._losses.take(len(keys), slot_class, rows[-1], 0)
         if reservation is not None:
             self._table.reserve_sides(keys, rows, reservation.slots)
         return reservation
@@ -411,9 +414,11 @@ class BlockIndex:
         self._pinned -= 1
         self._table.release(pin.slot)
 
-    def retained_chains(self) -> RetainedChains:
-        """Chains that are evicted after all others, of which there are none yet."""
-        return RetainedChains(self._table)
+    def retained_chains(self, parts: Sequence[int] = ()) -> RetainedChains:
+        """Chains that are evicted after all others, none yet; an empty place is divided among owners with `parts`."""
+        chains = RetainedChains(self._table, parts)
+        self.shares = chains.shares
+        return chains
 
     def outdate(self, key: BlockKey, count: int) -> None:
         """Evict before all others what is attached to the `count` blocks before `key` in its chain.

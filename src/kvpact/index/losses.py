@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpact.errors import PactViolation
-from kvpact.index.key_table import FEW
+from kvpact.index.slot_space import kept_free
 from kvpact.index.table import FREE, HELD, NONE, RESERVED, SAVED, Table
-
-AHEAD_SHARE: Final = 64
-"""Share of the slots that a class could free and keeps free: at most one in so many."""
-
-AHEAD_SLOTS: Final = 2048
-"""Most slots that a class keeps free."""
 
 FAR: Final = 256
 """Most blocks that are looked at for the last use of a chain."""
@@ -59,9 +53,14 @@ class Losses:
         table.release(needed)
         return count
 
-    def take(self, count: int, slot_class: int, needed: int) -> Reservation | None:
-        """Take so many slots of a class, all or none; nothing of the chain up to the row `needed` is evicted."""
+    def take(self, count: int, slot_class: int, needed: int, owner: int) -> Reservation | None:
+        """Take so many slots of a class, all or none; nothing of the chain up to the row `needed` is evicted.
+
+        The blocks are the `owner`'s if no row is needed, or else of the owner of that row.
+        """
         table = self._table
+        if table.shares is not None:
+            table.shares.expect(owner if needed == table.root else table.shares.owner_of[needed], count)
         is_free = count <= len(table.space.free[slot_class])
         if not is_free:
             table.hold(needed)
@@ -71,6 +70,8 @@ class Losses:
             if not is_free:
                 table.release(needed)
         if evicted is None:
+            if table.shares is not None:
+                table.shares.expect(owner, 0)
             return None
         slots = table.space.take(count, slot_class)
         return Reservation(slots if isinstance(slots, range) else tuple(slots), evicted)
@@ -88,7 +89,7 @@ class Losses:
         self._lost = 0
         if slots <= free:
             return evicted
-        evicted += self._evict(slot_class, min(slots + min(free, self._kept(slot_class)), free + evictable))
+        evicted += self._evict(slot_class, min(slots + min(free, kept_free(free + evictable)), free + evictable))
         if slots > len(self._table.space.free[slot_class]):  # neighbours lease what was evicted
             self._lost = evicted
             return None
@@ -105,19 +106,13 @@ class Losses:
         evicted = 0
         space = self._table.space
         for slot_class, free in enumerate(space.free):
-            kept = self._kept(slot_class)
+            kept = kept_free(len(free) + self._table.evictable[slot_class])
             lacking = min(kept - len(free), most)
             if lacking >= max(1, min(kept // 2, most)):
                 wanted = len(free) + lacking
                 space.obtain(slot_class, lacking, self)
                 evicted += self._evict(slot_class, min(wanted, len(free) + self._table.evictable[slot_class]))
         return evicted
-
-    def _kept(self, slot_class: int) -> int:
-        """Slots of a class that are kept free while nothing needs them."""
-        free = self._table.space.free[slot_class]
-        kept = min((len(free) + self._table.evictable[slot_class]) // AHEAD_SHARE, AHEAD_SLOTS)
-        return kept if kept >= FEW else 0
 
     def _evict(self, slot_class: int, wanted: int) -> int:
         """Free leaves of a class that nothing holds, with their side rows, as the policy takes them, until `wanted` of

@@ -17,7 +17,7 @@ from kvpact.index.key_table import FEW, FloatArray, RowArray, zeros
 from kvpact.index.policy import Rows
 from kvpact.index.retention import Retention
 
-_NEVER: Final = 1 << 63
+NEVER: Final = 1 << 63
 """Tick after every other."""
 
 _AFTER_STORED: Final = int(np.float64(np.inf).view(np.int64))
@@ -84,7 +84,7 @@ class _Queue:
         """Tick that no record is before."""
         if self.due:
             return self.due[0][0]
-        return self.spans[0] << _SPAN_SHIFT if self.spans else _NEVER
+        return self.spans[0] << _SPAN_SHIFT if self.spans else NEVER
 
     def rows(self) -> Iterator[int]:
         yield from (row for _, row in self.due)
@@ -183,9 +183,7 @@ class LeastRecentlyUsed:
                         queue.add(used[row], row)
                 continue
             if not due:
-                if retention is None or not self._gives_way(retention, rows, slot_class):
-                    return None
-                continue
+                return None
             recorded, row = due[0]
             if self._queued[row] != mark:
                 queue.pop()
@@ -198,16 +196,23 @@ class LeastRecentlyUsed:
             else:
                 return row
 
-    def _gives_way(self, retention: Retention, rows: Rows, slot_class: int) -> bool:
-        """End the oldest retention, whose last row is offered then if it can go; False if there is none."""
-        row = retention.end_oldest()
-        if row is not None and rows.evictable_leaf(row):
-            self.offered(row, slot_class)
-        return row is not None
+    def _first_that_gives_way(self, retention: Retention, rows: Rows, slot_class: int) -> int | None:
+        """End retentions of this class, the oldest first, until one of its leaves can go; None if none can."""
+        leaf = None
+        row = retention.end_oldest(slot_class)
+        while leaf is None and row is not None:
+            if rows.evictable_leaf(row):
+                self.offered(row, slot_class)
+            leaf = self.next(rows, slot_class)
+            row = retention.end_oldest(slot_class) if leaf is None else None
+        return leaf
 
-    def take(self, rows: Rows, slot_class: int, most: int) -> range | None:
-        """See `EvictionPolicy`. A leaf goes with those before it that are used less recently than all other leaves."""
+    def take(self, rows: Rows, slot_class: int, most: int, before: int = NEVER) -> range | None:
+        """See `EvictionPolicy`. A leaf goes with those before it that are used less recently than all other leaves, and
+        than the tick `before`; without others the oldest retention ends."""
         leaf = self.next(rows, slot_class)
+        if leaf is None and self._retention is not None:
+            leaf = self._first_that_gives_way(self._retention, rows, slot_class)
         if leaf is None:
             return None
         if self._outdated[slot_class]:  # `next` leaves the leaf as the first
@@ -218,6 +223,8 @@ class LeastRecentlyUsed:
             queue.pop()
             self._queued[leaf] = 0
             bound = queue.bound()
+            if before < bound:
+                bound = before
         first = rows.evictable_from(leaf, most) if self._used[leaf] < bound else leaf
         if first < leaf:
             stays = self._used_each[first:leaf] >= bound

@@ -1,7 +1,8 @@
 """Eviction policy: the calls by which an index tells it what happens to rows, and asks which of them go next.
 
 A policy owns everything that its order depends on; nothing else of the index reads that. The table alone knows which
-rows are held, so a policy asks it (`Rows`) before it gives a row up. `lru.py` has the only policy so far.
+rows are held, so a policy asks it (`Rows`) before it gives a row up. `lru.py` has the order of use, `shares.py` that of
+owners with shares, each with a queue of that order.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class EvictionPolicy(Protocol):
         """Note that `row` became an evictable leaf: it stays offered until `take` returns it, or finds it held."""
 
     def next(self, rows: Rows, slot_class: int) -> int | None:
-        """Row that `take` would return last; None if no row of this class can go."""
+        """Row that `take` would return last; None if no row of this class can go, or only retained ones."""
 
     def take(self, rows: Rows, slot_class: int, most: int) -> range | None:
         """Neighbouring rows to evict now, at most `most`, an offered evictable leaf as the last; None if there is none.

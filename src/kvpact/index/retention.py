@@ -21,14 +21,20 @@ EXPIRED_PER_CALL: Final = 256
 
 
 class Retention:
-    """Retained chains of an index, each by its last row; a row is retained while any chain through it is."""
+    """Retained chains of an index, each by its last row; a row is retained while any chain through it is.
 
-    __slots__ = ("_ends", "_links", "_times", "counts", "counts_each", "rows")
+    Each owner's retentions are its own: they count apart, and the oldest one of an owner ends where that owner has
+    nothing else to evict.
+    """
 
-    def __init__(self, links: Links) -> None:
+    __slots__ = ("_ends", "_links", "_owner_of", "_times", "counts", "counts_each", "rows", "rows_of")
+
+    def __init__(self, links: Links, owner_of: Sequence[int] = (), owners: int = 1) -> None:
+        """`owner_of` has the owner of each row's block, of so many; without it all are of owner 0."""
         self._links = links
-        self._ends: dict[int, float] = {}
-        """The last row of each retained chain, the oldest first, and the time at which its retention ends."""
+        self._owner_of = owner_of
+        self._ends: list[dict[int, float]] = [{} for _ in range(owners)]
+        """Per owner the last row of each retained chain, the oldest first, and the time at which its retention ends."""
         self._times: list[tuple[float, int]] = []
         """Heap of those times, with some that are out of date."""
         self.counts_each, self.counts = zeros(links.root + 1, "i4")
@@ -36,22 +42,29 @@ class Retention:
         self.counts[links.root] = 1
         self.rows = 0
         """Retained rows. For reading only."""
+        self.rows_of = [0] * owners
+        """Per owner its retained rows. For reading only."""
+
+    def owner_of(self, row: int) -> int:
+        """Owner of the row's block."""
+        return self._owner_of[row] if self._owner_of else 0
 
     def retain(self, row: int, until: float) -> None:
         """Retain the chain up to `row`; the newest one. What is retained longer already stays so."""
-        before = self._ends.pop(row, None)
+        ends = self._ends[self.owner_of(row)]
+        before = ends.pop(row, None)
         if before is None:
             self._hold(row)
         until = until if before is None else max(until, before)
-        self._ends[row] = until
+        ends[row] = until
         heapq.heappush(self._times, (until, row))
-        if len(self._times) > 2 * len(self._ends) + FEW:
-            self._times = [(time, end) for end, time in self._ends.items()]
+        if len(self._times) > 2 * sum(map(len, self._ends)) + FEW:
+            self._times = [(time, end) for of_owner in self._ends for end, time in of_owner.items()]
             heapq.heapify(self._times)
 
-    def end_oldest(self) -> int | None:
-        """End the oldest retention; returns the last row of its chain, None if there is none."""
-        row = next(iter(self._ends), None)
+    def end_oldest(self, owner: int = 0) -> int | None:
+        """End the oldest retention of an owner; returns the last row of its chain, None if there is none."""
+        row = next(iter(self._ends[owner]), None)
         if row is not None:
             self.end(row)
         return row
@@ -62,7 +75,7 @@ class Retention:
         times = self._times
         while times and times[0][0] <= now and len(ended) < EXPIRED_PER_CALL:
             until, row = heapq.heappop(times)
-            if self._ends.get(row) == until:
+            if self._ends[self.owner_of(row)].get(row) == until:
                 self.end(row)
                 ended.append(row)
         return ended
@@ -71,13 +84,15 @@ class Retention:
         """End the retentions of chains that end in these rows, which leave the index; they are linked still."""
         for at in np.flatnonzero(self.counts_each[selection(rows)]).tolist():
             row = rows[at]
-            if row in self._ends:
+            if row in self._ends[self.owner_of(row)]:
                 self.end(row)
 
     def _hold(self, row: int) -> None:
         """Count a chain through `row`. Retained rows are closed under prefixes: of a run only the end can be new."""
         counts = self.counts
         links = self._links
+        rows = self.rows_of
+        owner = self.owner_of(row)
         while not counts[row]:
             first = links.start[row]
             if row - first >= FEW:
@@ -86,14 +101,17 @@ class Retention:
                 first = row
             self.counts_each[first : row + 1] = 1
             self.rows += row + 1 - first
+            rows[owner] += row + 1 - first
             row = links.parent[first]
         counts[row] += 1
 
     def end(self, row: int) -> None:
         """End the retention of the chain that ends in `row`."""
-        del self._ends[row]
+        owner = self.owner_of(row)
+        del self._ends[owner][row]
         counts = self.counts
         links = self._links
+        rows = self.rows_of
         while counts[row] == 1:
             first = links.start[row]
             if row - first >= FEW:
@@ -103,6 +121,7 @@ class Retention:
                 first = row
             self.counts_each[first : row + 1] = 0
             self.rows -= row + 1 - first
+            rows[owner] -= row + 1 - first
             row = links.parent[first]
         counts[row] -= 1
 
@@ -110,7 +129,8 @@ class Retention:
         """Verify counts and rows. Raises PactViolation."""
         expected = [0] * len(self.counts)
         expected[self._links.root] = 1
-        for end in self._ends:
+        ends = {end: time for of_owner in self._ends for end, time in of_owner.items()}
+        for end in ends:
             row = end
             while not expected[row]:
                 expected[row] = 1
@@ -118,5 +138,10 @@ class Retention:
             expected[row] += 1
         if self.counts_each.tolist() != expected:
             raise PactViolation("rows are counted as retained, or not, against the retained chains")
-        if self.rows != sum(map(bool, expected)) - 1 or not {*self._ends.items()} <= {(b, a) for a, b in self._times}:
+        if self.rows != sum(map(bool, expected)) - 1 or not {*ends.items()} <= {(b, a) for a, b in self._times}:
             raise PactViolation(f"{self.rows} rows count as retained, and others are")
+        of_owners = [0] * len(self.rows_of)
+        for row in np.flatnonzero(self.counts_each[:-1]).tolist():
+            of_owners[self.owner_of(row)] += 1
+        if of_owners != self.rows_of or any(self.owner_of(end) != at for at, of in enumerate(self._ends) for end in of):
+            raise PactViolation(f"retained rows by owner: {self.rows_of}, not {of_owners}")

@@ -20,6 +20,12 @@ EXTENT_SHIFT: Final = 24
 
 CLASS_SHIFT: Final = 48
 
+AHEAD_SHARE: Final = 64
+"""Share of the slots that a class could free and keeps free: at most one in so many."""
+
+AHEAD_SLOTS: Final = 2048
+"""Most slots that a class keeps free."""
+
 GATHERED: Final = 4096
 """Number of free rows among which neighbours are looked for: less than a tenth of a millisecond."""
 
@@ -193,6 +199,12 @@ class PlainSlots:
         free = self._stack + self.parked, self._names
         require(all(len(set(rows)) == len(rows) for rows in free), "a row is free twice")
         require(all(0 <= row < self.usable for row in free[0]), "a row is free that is not usable")
+
+
+def kept_free(slots: int) -> int:
+    """Slots that are kept free, while nothing needs them, of so many that a class could free."""
+    kept = min(slots // AHEAD_SHARE, AHEAD_SLOTS)
+    return kept if kept >= FEW else 0
 
 
 def popped(stack: list[int] | array[int], count: int) -> Sequence[int]:

@@ -23,6 +23,7 @@ from kvpact.index.key_table import NONE as NONE
 from kvpact.index.links import Links, selection
 from kvpact.index.lru import LeastRecentlyUsed
 from kvpact.index.policy import EvictionPolicy
+from kvpact.index.shares import OwnerShares
 from kvpact.index.slot_space import SlotSpace
 
 ROOT: Final[BlockKey] = b""
@@ -63,7 +64,7 @@ class Table:
 
     __slots__ = (
         "announced", "bare_ends_first", "chain_class", "columns", "evictable", "held", "holds", "holds_each",
-        "keys", "links", "policy", "root", "space", "state", "state_each",
+        "keys", "links", "policy", "root", "shares", "space", "state", "state_each",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +97,8 @@ class Table:
         self.held = 0
         """Blocks in the state HELD."""
         self.policy: EvictionPolicy = LeastRecentlyUsed(rows, classes)
+        self.shares: OwnerShares | None = None
+        """The policy, if the place is divided among owners."""
         self.announced: Announced | None = None
         """The rows that others were told of; None: none ever is. Rows that lose their keys leave it."""
         self.columns = columns
@@ -103,6 +106,12 @@ class Table:
         if columns:
             space.move_classes(columns.classes)
             columns.publish(self.keys.factor)
+
+    def divide(self, parts: Sequence[int]) -> OwnerShares:
+        """Divide the place, still empty, among owners: owner 0 and one with each of these shares."""
+        self.shares = OwnerShares(self.root + 1, self.space, parts)
+        self.policy = self.shares
+        return self.shares
 
     def announce_to(self, subscriber: Subscriber) -> None:
         """Tell `subscriber` of announced rows that lose their keys, from now on."""

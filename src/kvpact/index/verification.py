@@ -61,6 +61,12 @@ def verify(table: Table, pins: Sequence[int]) -> None:
     require_none(known & (state == SAVED) & leads, "slot {row} waits for a held parent")
     unheld = rows[known & (holds[: table.root] == 0)].tolist()
     table.policy.check([*filter(table.evictable_leaf, unheld)])
+    if table.shares is not None:
+        owners = np.frombuffer(table.shares.owner_of, np.uint8)[: table.root]
+        counted_of = np.bincount(owners[known], minlength=len(table.shares.blocks)).tolist()
+        require(table.shares.blocks == counted_of, f"blocks by owner: {table.shares.blocks}, not {counted_of}")
+        same = (owners == owners[parent % table.root]) | (parent == table.root)
+        require_none(known & ~same, "slot {row} has another owner than its parent")
     require(bool(holds[: table.root][dropped & ~leased].all()), "a dropped slot that nothing needs is not free")
     require(table.held == int((state == HELD).sum()), "the number of held blocks is wrong")
     unheld_classes = [*map(table.space.class_of, unheld)]

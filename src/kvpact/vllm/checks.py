@@ -16,6 +16,7 @@ from typing import Any, Final
 from kvpact.config import KvpactConfig, check_cache, find_factory, load_config
 from kvpact.errors import ConfigError
 from kvpact.identity.groups import GroupKind
+from kvpact.identity.tenants import load_tenants
 from kvpact.memory.limits import require_possible
 from kvpact.metrics import MissReason, StartVerdict, series
 from kvpact.tiers.registry import load_seal
@@ -84,6 +85,7 @@ def check_configuration(vllm_config: Any, connector: Callable[[], type] | None =
     if config.cache is not None:
         find_factory(config.cache)
     load_seal(config.record_key_file)
+    load_tenants(config.tenants)
     if config.tiers and Path(str(model.model)).exists():  # one of the hub may not be here yet
         base_weights(vllm_config, config.model_id)
     _refuse_device(config)

@@ -16,6 +16,7 @@ from kvpact.config import KvpactConfig
 from kvpact.contract import ExternalCache, ExternalKVMatch, ExternalMatchExit, WorkerReport
 from kvpact.errors import KvpactError, PactViolation
 from kvpact.identity.groups import one_group
+from kvpact.identity.tenants import load_tenants
 from kvpact.metrics import Metrics, StartVerdict
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
@@ -62,10 +63,11 @@ class SchedulerSide:
         self._config = fit_to_engine(config, groups, vllm_config)
         self._groups = groups
         self._seal = load_seal(config.record_key_file)
+        self._tenants = load_tenants(config.tenants)
         self._vllm_config = vllm_config
         self._metrics = metrics
         self._budget = guard.budget
-        self._hints = ClientHints(metrics) if config.hints == "clients" else None
+        self._hints = ClientHints(metrics, config.hints, self._tenants) if config.hints != "off" else None
         is_plain = not (groups.several or groups.groups.tokens_ahead)
         self._kv_groups = one_group(int(vllm_config.cache_config.block_size)) if is_plain else groups.groups
         """The KV cache groups that the cache keeps."""
@@ -135,20 +137,19 @@ class SchedulerSide:
         self.mounted.listen(self._model, verdict)
 
     def _mount(self, hellos: Sequence[WorkerHandshake]) -> MountedCache:
-        config = self._config
         vllm_config = self._vllm_config
-        groups = self._groups
         with_slots = sum(hello.slots_of is None for hello in hellos)
         return MountedCache(
-            config,
+            self._config,
             hellos,
             EngineIdentity(
-                engine_namespace(vllm_config, facts_of_slots(hellos), len(hellos) // with_slots, groups),
-                base_weights(vllm_config, config.model_id) if config.tiers else None,
+                engine_namespace(vllm_config, facts_of_slots(hellos), len(hellos) // with_slots, self._groups),
+                base_weights(vllm_config, self._config.model_id) if self._config.tiers else None,
                 self.identities.adapters,
                 self._seal,
                 self.events.queue,
-                lambda stopped: base_weights(vllm_config, config.model_id).identity(stopped),
+                lambda stopped: base_weights(vllm_config, self._config.model_id).identity(stopped),
+                self._tenants,
             ),
             self._kv_groups,
             metrics=self._metrics,

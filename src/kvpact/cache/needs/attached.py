@@ -28,7 +28,7 @@ class BlockContent:
 
     `parent` is the key of the row before it, or of that to which it is attached. `block_hash` is the engine's name for
     it, None until the engine publishes it. `offered`: since its last use it was stored, or could not be. It is not
-    saved twice in a row, or two chains would evict each other for ever.
+    saved twice in a row, or two chains would evict each other for ever. `owner`: see `Run.owner`.
     """
 
     key: BlockKey
@@ -39,6 +39,7 @@ class BlockContent:
     tag: Tag
     block_hash: bytes | None
     offered: bool = False
+    owner: int = 0
 
 
 @dataclass(eq=False)

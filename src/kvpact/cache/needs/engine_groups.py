@@ -253,8 +253,17 @@ class EngineGroups:
         if chain is None or start >= end:
             return None
         rows = range(start, end)
-        name = computed.request_id
-        return Run(chain, start, keys[start:end], keys, rows, self.chain_class, block_ids=tuple(ids), request_id=name)
+        return Run(
+            chain,
+            start,
+            keys[start:end],
+            keys,
+            rows,
+            self.chain_class,
+            block_ids=tuple(ids),
+            request_id=computed.request_id,
+            owner=computed.owner,
+        )
 
     def loose_runs(
         self,

@@ -49,6 +49,8 @@ class Needs:
     lacks_state_at: int = 0
     """Rows of a longer match than the last `available` found, of which places have all rows and not the state at its
     end; 0 if there is none, or the model has no states."""
+    owner: int = 0
+    """Tenant to whom the blocks belong in memory; see `Run.owner`."""
 
     def _key(self, number: int, block: int) -> BlockKey | None:
         """The key of a loose block; None if the request has no key for its row."""
@@ -80,7 +82,8 @@ class Needs:
         """The rows [first, end) of the chain."""
         chain = self.of.groups.chain
         group = chain if chain is not None else NAMES
-        return Run(group, first, self.keys[first:end], self.keys, range(first, end), self.of.chain_class)
+        rows = range(first, end)
+        return Run(group, first, self.keys[first:end], self.keys, rows, self.of.chain_class, owner=self.owner)
 
     def runs(self, rows: int) -> list[Run]:
         """The runs of a match of so many rows, the linked one first."""
@@ -157,7 +160,9 @@ class Needs:
 
     def up_to(self, rows: int) -> Needs:
         """The needs of matches of at most so many rows, where longer ones have other loose blocks."""
-        return Needs(self.of, self.keys[:rows], self.start, self.known) if self.of.groups.sides else self
+        if not self.of.groups.sides:
+            return self
+        return Needs(self.of, self.keys[:rows], self.start, self.known, owner=self.owner)
 
     def worth_asking(self, memory: Has, tiers: Callable[[bool], Sequence[Has]], rows: int) -> Sequence[BlockKey]:
         """Keys of loose blocks that neither memory nor a tier has for sure, and that make a match within `rows` longer

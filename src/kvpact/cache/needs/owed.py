@@ -65,6 +65,8 @@ class Computed:
     is_held: bool = False
     hashes: Sequence[bytes | None] = ()
     """The engine's names of the loose blocks as they were; a block with another name by now holds something else."""
+    owner: int = 0
+    """Tenant to whom the blocks belong in memory; see `Run.owner`."""
 
     @property
     def loose_ids(self) -> list[int]:

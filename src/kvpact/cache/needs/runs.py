@@ -88,6 +88,8 @@ class Run:
     the run needs no longer."""
     holder: Holder | None = None
     """Engine in whose memory `slots` are; None: in this one's."""
+    owner: int = 0
+    """Tenant to whom the blocks belong in memory, as `Tenants` numbers them; 0 for others."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -132,6 +134,7 @@ class Run:
             self.request_id,
             self.replaces,
             self.holder,
+            self.owner,
         )
 
     @property
