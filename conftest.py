@@ -114,9 +114,12 @@ def without_engines_and_servers(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where no test may need an engine, no file is loaded that loads vLLM."""
-    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
-    return (is_test and without_engines_and_servers(config) and loads_engine(collection_path)) or None
+    """Where no test may need an engine, no file is loaded that loads vLLM; of the proofs, none that has none."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    if only_proofs(config):
+        return "mark.proof" not in collection_path.read_text(encoding="utf-8") or None
+    return (without_engines_and_servers(config) and loads_engine(collection_path)) or None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,7 +2,7 @@
 # Runs the tests of `make check` on another Python: scripts/test_other_python.sh VERSION, such as 3.13.
 #
 # They run in .venv-VERSION, which scripts/setup_venv.sh makes without vLLM; a test that needs torch skips itself
-# there. Where the machine has no such Python one line says so, and nothing has been tested: CI counts no test then.
+# there. Where the machine has no such Python one line says so, and nothing has been tested.
 set -eu
 cd "$(dirname "$0")/.."
 version=$1

@@ -183,9 +183,10 @@ def test_h130_a_reset_that_found_no_descriptor_is_made_again_at_each_steps_end_u
 def test_a_reset_lets_go_of_the_table_that_others_have_read() -> None:
     one, _ = neighbour_scenes(2)
     saved(one)
-    table = weakref.ref(one.cache.index.columns)
+    index = one.cache.index
+    table = weakref.ref(index.columns)
     assert table() is not None
-    one.cache.index.reset_columns()
+    index.reset_columns()
     gc.collect()
     assert table() is None, "its descriptors are closed"
     saved(one, seed=2)
