@@ -148,10 +148,13 @@ def example(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
     return run.settings({"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra})
 
 
-def _serve(stack: ExitStack, command: Sequence[object], log: Path, port: int) -> None:
+def _serve(
+    stack: ExitStack, command: Sequence[object], log: Path, port: int, variables: Mapping[str, str] | None = None
+) -> None:
     """A server on the storing core, once it listens; ended by its pid with the stack."""
     with log.open("wb") as output, on_core(STORING_CORE):
-        process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output)
+        environment = {**os.environ, **(variables or {})}
+        process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output, env=environment)
 
     def end() -> None:
         process.terminate()
@@ -217,23 +220,29 @@ def _remove_segments(before: set[Path]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mooncake:
-    """A master, and the memory either in the engine ("embedded") or in a client of its own ("standalone-store")."""
+    """A master, and the memory either in the engine ("embedded") or in a client of its own ("standalone-store").
+
+    That client also keeps what it holds in files of `ssd`, if given, and offers them again after a restart.
+    """
 
     mode: str
+    ssd: Path | None = None
 
     def __call__(self, run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
         from servers.redis_server import free_ports
 
         port, metrics_port, client_port = free_ports(3)
         programs = _mooncake_programs(run.python)
-        master = [f"-rpc_port={port}", f"-metrics_port={metrics_port}", f"-client_ttl={FOR_EVER}"]
+        offload = ["-enable_offload=true"] if self.ssd else []
+        master = [f"-rpc_port={port}", f"-metrics_port={metrics_port}", f"-client_ttl={FOR_EVER}", *offload]
         _serve(stack, [programs / "mooncake_master", *master], folder / "master.log", port)
         segment = 2 * run.all_bytes + GIB // 4
         if self.mode != "embedded":
             places = [f"-master_server_address=127.0.0.1:{port}", "-metadata_server=P2PHANDSHAKE", "-protocol=tcp"]
             lends = ["-host=127.0.0.1", f"-port={client_port}", f"-global_segment_size={segment}"]
-            command = [programs / "mooncake_client", *places, *lends, "-local_buffer_size=512MB"]
-            _serve(stack, command, folder / "client.log", client_port)
+            command = [programs / "mooncake_client", *places, *lends, "-local_buffer_size=512MB", *offload]
+            variables = self._written_at_once() if self.ssd else {}
+            _serve(stack, command, folder / "client.log", client_port, variables)
         written = {
             "metadata_server": "P2PHANDSHAKE",
             "master_server_address": f"127.0.0.1:{port}",
@@ -242,11 +251,20 @@ class Mooncake:
             "mode": self.mode,
             "global_segment_size": segment if self.mode == "embedded" else 0,
             "local_buffer_size": "512mb",
+            "enable_offload": self.ssd is not None,
         }
         path = folder / "mooncake.json"
         path.write_text(json.dumps(written))
         transfer = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
         return run.settings(transfer, {"MOONCAKE_CONFIG_PATH": str(path)}, peer=True)
+
+    def _written_at_once(self) -> dict[str, str]:
+        """Of its client: by default it waits ten seconds, and for a bucket of 256 MiB."""
+        return {
+            "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(self.ssd),
+            "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+            "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "file_per_key_storage_backend",
+        }
 
 
 def _mooncake_programs(python: str) -> Path:
@@ -322,6 +340,7 @@ def groups_with_room(peers: Sequence[str], engines: int) -> list[list[str]]:
 WAYS_TO_GET = {
     "lmcache": "python -m venv VENV, vLLM and lmcache==0.5.6 into it, then --peer-python VENV/bin/python",
     "mooncake": "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 and apt-get install libibverbs1",
+    "nixl": "as lmcache, and nixl and nixl-cu12 into VENV",
     "redis": "pip install 'kvpact[redis]' and apt-get install redis-server",
 }
 
@@ -330,6 +349,8 @@ def is_there(peer: str, python: str) -> bool:
     """Whether the packages and programs of a peer can be used, its own in the environment of `python`."""
     if peer == "redis":
         return shutil.which("redis-server") is not None and _imports(sys.executable, "redis, hiredis")
+    if peer == "nixl":
+        return is_there("lmcache", python) and _imports(python, "nixl._api")
     if peer == "lmcache":
         return Path(python).with_name("lmcache").exists() and _imports(python, "lmcache")
     if peer == "mooncake":

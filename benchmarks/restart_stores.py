@@ -5,11 +5,12 @@ Owns the stores' folders: what they hold, their flipped bits, and how a store ha
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def folder_of(run: Run, peer: str) -> Path:
 
 
 def bound_bytes(run: Run) -> int:
-    """What kvpact's disk may take: half of all prompts and the two longest."""
+    """What a store that has a bound may take: half of all prompts and the two longest."""
     return run.all_bytes // 2 + 2 * run.longest_bytes
 
 
@@ -83,8 +84,23 @@ def _example(life: Life) -> Configure:
 
 
 def _lmcache(life: Life) -> Configure:
+    return _lmcache_over(life, lambda run: {"type": "fs", "base_path": str(folder_of(run, "lmcache"))})
+
+
+def _nixl(life: Life) -> Configure:
+    def adapter(run: Run) -> dict[str, Any]:
+        store = folder_of(run, "nixl")
+        store.mkdir(exist_ok=True)
+        size = str(bound_bytes(run) / GIB)
+        parameters = {"file_path": str(store), "use_direct_io": "true", "max_capacity_gb": size}
+        return {"type": "nixl_store_dynamic", "backend": "POSIX", "backend_params": parameters}
+
+    return _lmcache_over(life, adapter)
+
+
+def _lmcache_over(life: Life, adapter_of: Callable[[Run], dict[str, Any]]) -> Configure:
     def configure(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
-        adapter = f'{{"type": "fs", "base_path": "{folder_of(run, "lmcache")}"}}'
+        adapter = json.dumps(adapter_of(run))
         size = 2 * (run.all_bytes if life.first else run.longest_bytes) / GIB
         more = ("--l1-size-gb", size, "--l2-adapter", adapter)
         server = LMCache("lmcache_driven", more, {}) if life.alone else LMCache("lmcache_driven", more)
@@ -104,21 +120,33 @@ def _offloading(life: Life) -> Configure:
 
 
 def _mooncake(life: Life) -> Configure:
-    return Mooncake("standalone-store")
+    def configure(run: Run, stack: ExitStack, folder: Path) -> EngineSettings:
+        store = folder_of(run, "mooncake")
+        store.mkdir(exist_ok=True)
+        return Mooncake("standalone-store", store)(run, stack, folder)
+
+    return configure
 
 
 STORES = {
     "kvpact": ("kvpact, disk", _kvpact),
     "example": ("ExampleConnector", _example),
     "lmcache": ("LMCache, fs", _lmcache),
+    "nixl": ("LMCache, nixl_store_dynamic", _nixl),
     "fs": ("vLLM's offloading, fs", _offloading),
-    "mooncake": ("Mooncake, standalone", _mooncake),
+    "mooncake": ("Mooncake, SSD", _mooncake),
 }
 """The word among `--peers` -> the name in the rows, and how it is started."""
 
 PEERS = tuple(STORES)
-HAVE_SERVERS = ("lmcache", "mooncake")
+HAVE_SERVERS = ("lmcache", "nixl", "mooncake")
 """These hang as their servers stop; the others, as their disk does."""
+
+BOUNDED = ("kvpact", "nixl")
+"""Their stores are told `bound_bytes`; the others have no setting for it."""
+
+NOT_FORKED = ("lmcache", "nixl")
+"""See `Subject.forks`."""
 
 
 def subjects(peers: Iterable[str], life: Life) -> list[Subject]:
@@ -127,7 +155,7 @@ def subjects(peers: Iterable[str], life: Life) -> list[Subject]:
     return [
         NO_CACHE,
         *(
-            Subject(STORES[peer][0], peer, STORES[peer][1](life), ours * (peer == "kvpact"), peer != "lmcache")
+            Subject(STORES[peer][0], peer, STORES[peer][1](life), ours * (peer == "kvpact"), peer not in NOT_FORKED)
             for peer in peers
         ),
     ]

@@ -87,7 +87,7 @@ SECTIONS = (
         'memory for one prompt. "Restart" is a prompt read from the disk, "page cache" the same with the store\'s '
         "files in the page cache, which kvpact bypasses; each over a local prefix hit of the same process. "
         '"Hits" is the share of prompt tokens that the first round after the restart did not compute. '
-        "Then a ten-millionth of all bits in the store's files is "
+        "Then a millionth of all bits in the store's files is "
         'flipped while the engine is down: "wrong" answers have other tokens than an engine without a cache gives. '
         '"Failed" requests had no answer in 60 s while the store hung: a stopped server, or a disk that answers no '
         "read. A store without a bound keeps all that was ever computed; half of the prompts are not asked again.",
