@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,12 @@ SIZES = ("--prompts=20", "--tokens=384", "--turns=1", "--clients=2")
 """11 blocks of 32 tokens of each prompt are asked for again: all but the one with its last token."""
 
 
-def command(model: Path, work: Path, *options: str) -> list[str]:
-    words = [sys.executable, "-m", "kvpact_testkit", "compare", str(model), *SIZES, "--work", str(work), *options]
+COMPARE = (sys.executable, "-m", "kvpact_testkit", "compare")
+OWN_FIGURE = Path(__file__).parents[2] / "scripts" / "own_figure.sh"
+
+
+def command(model: Path, work: Path, *options: str, program: Sequence[str] = COMPARE) -> list[str]:
+    words = [*program, str(model), *SIZES, "--work", str(work), *options]
     return [*words, "--", "--dtype=float32", "--enforce-eager", "--max-model-len=512"]
 
 
@@ -35,12 +40,14 @@ def children(pid: int) -> set[int]:
 
 
 def test_two_subjects_beside_an_engine_without_a_cache(tiny_model: Path, tmp_path: Path) -> None:
+    """From wheels, in an environment and with a home of their own."""
     work = tmp_path / "work"
-    environment = {**os.environ, "KVPACT_RECOMPUTE_IF_FASTER": "false"}  # a tiny model computes faster than disks read
-    ran = subprocess.run(
-        command(tiny_model, work, "--subjects=offloading,disk"), env=environment, capture_output=True, text=True
-    )
+    # A tiny model computes faster than disks read.
+    environment = {**os.environ, "KVPACT_RECOMPUTE_IF_FASTER": "false", "VENV": sys.prefix}
+    words = command(tiny_model, work, "--subjects=offloading,disk", program=[str(OWN_FIGURE)])
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert "exit status 0, after installation" in ran.stdout
     found = json.loads((work / "compare.json").read_text())
     none, offloading, disk = found["rows"]
     assert "only supported on CUDA-alike and XPU GPUs" in offloading["failure"]
