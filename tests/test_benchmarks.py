@@ -61,7 +61,7 @@ def test_make_bench_runs_benchmarks_that_are_there() -> None:
         (["lifecycle", "--tokens", "many"], "numbers with commas between them, not 'many'"),
         (["lifecycle", "--subjects", "nobody"], "nobody is not one of kvpact"),
         (["step_time", "--output", "-"], "run it without --output"),
-        (["restart", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, example, lmcache, fs, mooncake"),
+        (["restart", "--peers", "kvpact,nobody"], "nobody is not one of kvpact, example, lmcache, nixl, fs, mooncake"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_line(arguments: list[str], says: str) -> None:
