@@ -37,7 +37,7 @@ from kvpact.memory.neighbour_slots import NeighbourSlots
 from kvpact.pool.meeting import Meeting
 from kvpact.pool.neighbours import Neighbours, OtherEngine
 from kvpact.pool.own_memory import OwnMemory
-from kvpact.wire import WorkerHandshake
+from kvpact.wire import WorkerHandshake, encode
 
 PAGE: Final = 4096
 
@@ -113,6 +113,10 @@ class Parts:
             for one in self.neighbours.current()
         ]
 
+    def question(self) -> str:
+        """Question of an engine like this one, in hexadecimal; it has no name yet."""
+        return encode(self.own.question("")).hex()
+
     def lease(self, prompt: str, blocks: int) -> int:
         """Blocks leased from the first engine that has any; all their bytes are compared."""
         keys = keys_of(prompt, blocks)
@@ -146,12 +150,12 @@ class Parts:
 
     def most(self) -> int:
         """Rows that may be leased of the first neighbour in one go."""
-        (engine,) = self.neighbours.current()[:1]
-        lease = engine.index.lease(keys_of("long", 1000))
-        if lease is None:
-            return 0
-        engine.index.release(lease)
-        return len(lease.slots)
+        for engine in self.neighbours.current()[:1]:
+            lease = engine.index.lease(keys_of("long", 1000))
+            if lease is not None:
+                engine.index.release(lease)
+                return len(lease.slots)
+        return 0
 
     def waiting(self) -> int:
         self.index.claim_again()

@@ -195,6 +195,39 @@ def test_blocks_that_are_not_in_neighbouring_rows_are_leased_all_the_same() -> N
         assert owner.locks.leased(range(1000)) is None
 
 
+@pytest.mark.parametrize("refused", range(5))
+@pytest.mark.parametrize("others", [0, 5], ids=["alone", "beside another lease"])
+def test_of_scattered_runs_those_behind_one_that_is_not_granted_are_unlocked(
+    refused: int, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of 10 rows, the first in the middle of the table: unlocking behind it leaves those before it locked."""
+    owner = Owner(PlainSlots(1000))
+    pieces = [chain(10) for _ in range(5)]
+    at = {}
+    for piece in (pieces[number] for number in (3, 1, 0, 4, 2)):
+        owner.save(piece)
+        at[id(piece)] = owner.index.slot(piece[0])
+        owner.save(chain(3))
+    keys = [key for piece in pieces for key in piece]
+    lock = row_locks.lease
+
+    def granted(descriptor: int, rows: range) -> bool:
+        return rows.start != at[id(pieces[refused])] and lock(descriptor, rows)
+
+    with owner.neighbour() as neighbour:
+        other = neighbour.lease(pieces[1][:others]) if others else None
+        monkeypatch.setattr(neighbour_module, "lease", granted)
+        leased = neighbour.lease(keys)
+        kept = {row for piece in pieces[:refused] for row in range(at[id(piece)], at[id(piece)] + 10)}
+        beside = {*range(at[id(pieces[1])], at[id(pieces[1])] + others)}
+        assert {row for row in range(1000) if owner.locks.leased(range(row, row + 1))} == kept | beside
+        assert (neighbour.leased_rows, neighbour.leased_runs) == (len(kept) + others, refused + (others > 0))
+        assert (leased is None) == (not kept)
+        for lease in filter(None, (leased, other)):
+            neighbour.release(lease)
+        assert (owner.locks.leased(range(1000)), neighbour.leased_rows, neighbour.leased_runs) == (None, 0, 0)
+
+
 def test_h130_an_extent_with_a_leased_row_stays_with_its_class() -> None:
     space = ClassedSlots([4, 4], 8)
     owner = Owner(space, 2)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
 from kvpact.pool.meeting import RETRY_SECONDS
+from kvpact.wire import MeetingQuestion, decode, encode
 from meeting_engine import Host, MeetingEngine
 from polling import until
 from pool_engines import leases_on
@@ -194,6 +197,39 @@ def test_h130_all_neighbours_share_the_part_that_may_be_leased(start: Start) -> 
     third.kill()
     fourth.kill()
     until(lambda: other.ask("most") == 60)
+
+
+def test_h130_a_stopped_engine_that_missed_a_number_learns_it_when_it_runs_again(start: Start, tmp_path: Path) -> None:
+    """Callers come and go while it is stopped, until its connection has no room for one more number; three stay."""
+    one, other = start(slots=240), start()
+    meet(one, other)
+    one.ask("save", "long", 240)
+    question = decode(bytes.fromhex(one.ask("question")), MeetingQuestion)
+    (path,) = (tmp_path / "run/kvpact").glob(f"{one.pid}-*.sock")
+
+    def call(number: int) -> socket.socket:
+        caller = socket.socket(socket.AF_UNIX)
+        caller.connect(str(path))
+        caller.send(encode(replace(question, name=f"caller-{number}")))
+        caller.settimeout(10)
+        _, descriptors, _, _ = socket.recv_fds(caller, 1 << 16, 8)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert descriptors
+        return caller
+
+    other.signal(signal.SIGSTOP)
+    unread = f"kvpact: pool: engine {other.pid}-"
+    for number in range(1000):
+        call(number).close()
+        if unread in one.log.read_text():
+            break
+    with ExitStack() as stay:
+        for number in range(3):
+            stay.enter_context(call(number))
+        other.signal(signal.SIGCONT)
+        until(lambda: other.ask("most") == 240 // 4 // 4)
+    assert one.log.read_text().count(unread) == 1
 
 
 def test_engines_in_two_namespaces_of_processes_meet_in_the_folder_that_they_share(

@@ -131,6 +131,7 @@ class Asker:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_of_three_engines_one_gets_other_weights_and_no_answer_is_of_the_wrong_ones(
     start_all: Callable[..., list[ForkedEngine]],
 ) -> None:

@@ -8,13 +8,14 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from functools import partial
+from itertools import count, pairwise, permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -41,6 +42,8 @@ BLOCK_BY_BLOCK = (f"--max-num-batched-tokens={BLOCK}", "--max-num-seqs=6", "--kv
 
 NEAR = 1e-3
 """Log-probabilities of requests that were computed beside others differ by less; of other prompts, by more."""
+
+Ask: TypeAlias = Callable[[list[int]], Answer]
 
 PAUSE_S = 0.5
 """Between two requests of a client, so that a server that starts has time, too."""
@@ -157,6 +160,15 @@ def is_near(answer: Answer, other: Answer) -> bool:
     return all(abs(one[token] - two[token]) < NEAR for one, two in pairs for token in one.keys() & two.keys())
 
 
+def loaded_at_once(tokens: list[int], computing: Ask, *loading: Ask) -> None:
+    """Compute a prompt of `BLOCKS` and load it by one engine; then each of the others loads it, and answers alike."""
+    assert computing(tokens).cached_tokens == 0
+    local = computing(tokens)
+    loaded = [ask(tokens) for ask in loading]
+    assert [answer.cached_tokens for answer in (local, *loaded)] == [BLOCKS * BLOCK] * (1 + len(loading))
+    assert all(answer.same_as(local) for answer in loaded)
+
+
 @pytest.mark.both_cores
 @pytest.mark.parametrize(
     ("servers", "killed", "requests", "clients"),
@@ -172,13 +184,7 @@ def test_what_one_server_computed_all_load_at_once_and_each_is_killed_under_load
     each other."""
     fleet.start(servers)
     for number, server in enumerate(fleet.alive):
-        asked = prompt(5_300 + number, BLOCKS)
-        assert server.ask(asked).cached_tokens == 0
-        local = server.ask(asked)
-        for other in fleet.alive:
-            loaded = other.ask(asked)
-            assert loaded.cached_tokens == BLOCKS * BLOCK
-            assert loaded.same_as(local)
+        loaded_at_once(prompt(5_300 + number, BLOCKS), server.ask, *(other.ask for other in fleet.alive))
     until(lambda: fleet.from_neighbours() == servers * (servers - 1) * BLOCKS * BLOCK)
     expected = [fleet.alive[number % servers].ask(tokens) for number, tokens in enumerate(PROMPTS)]
     assert [answer.cached_tokens for answer in expected] == [0] * len(PROMPTS), "each is computed"
@@ -218,13 +224,9 @@ def test_of_two_data_parallel_engines_each_loads_what_the_other_computed(fleet: 
     """As `kvpact serve MODEL --memory 64MiB --data-parallel-size 2`."""
     server = fleet.start_replicas()
     fleet.alive.append(server)
-    for computing, loading in ((0, 1), (1, 0)):
-        asked = prompt(5_500 + computing, BLOCKS)
-        assert server.ask(asked, engine=computing).cached_tokens == 0
-        local = server.ask(asked, engine=computing)
-        loaded = server.ask(asked, engine=loading)
-        assert loaded.cached_tokens == local.cached_tokens == BLOCKS * BLOCK
-        assert loaded.same_as(local)
+    engines = [partial(server.ask, engine=number) for number in range(2)]
+    for number, (computing, loading) in enumerate(permutations(engines)):
+        loaded_at_once(prompt(5_500 + number, BLOCKS), computing, loading)
     until(lambda: fleet.from_neighbours() == 2 * BLOCKS * BLOCK)
     until(fleet.is_at_rest)
 
@@ -236,12 +238,8 @@ def test_servers_in_two_pid_namespaces_load_from_each_other_until_one_is_killed(
     fleet.inside = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     fleet.start(2)
     asked = [prompt(5_600 + number, BLOCKS) for number in range(2)]
-    for tokens, computing, loading in zip(asked, fleet.alive, reversed(fleet.alive), strict=True):
-        assert computing.ask(tokens).cached_tokens == 0
-        local = computing.ask(tokens)
-        loaded = loading.ask(tokens)
-        assert loaded.cached_tokens == local.cached_tokens == BLOCKS * BLOCK
-        assert loaded.same_as(local)
+    for tokens, (computing, loading) in zip(asked, permutations(fleet.alive), strict=True):
+        loaded_at_once(tokens, computing.ask, loading.ask)
     until(lambda: fleet.from_neighbours() == 2 * BLOCKS * BLOCK)
     until(fleet.is_at_rest)
     fleet.alive.pop(0).kill()

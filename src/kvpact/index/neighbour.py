@@ -12,7 +12,8 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -41,6 +42,8 @@ MOST_LINKS: Final = 32
 
 SHARE: Final = 4
 """Part of an owner's rows, one in so many, that all its neighbours together may lease."""
+
+_START: Final = attrgetter("start")
 
 _WHOLE: Final = (1 << 64) - 1
 
@@ -145,7 +148,8 @@ class Neighbour:
         return first
 
     def find_each(self, names: Names) -> RowArray:
-        """Row of each key, -1 for the unknown ones. Each may be another block's by now: only a lease can tell."""
+        """Row of each key, by its first word, -1 for the unknown ones. Each may be another block's: only a lease can
+        tell."""
         buckets = (names[:, 0] ^ names[:, -1]) * np.uint64(self._factor) >> np.uint64(self._shift)
         rows = self._heads[buckets.astype(np.int64)].astype(np.int64) - 1
         found = np.full(len(names), -1, np.int64)
@@ -153,7 +157,7 @@ class Neighbour:
         for _ in range(MOST_LINKS):
             if not len(left):
                 break
-            is_it = (self._words[rows[left]] == names[left]).all(axis=1)
+            is_it = self._words[rows[left], 0] == names[left, 0]
             found[left[is_it]] = rows[left[is_it]]
             left = left[~is_it]
             rows[left] = self._next[rows[left]].astype(np.int64) - 1
@@ -172,7 +176,7 @@ class Neighbour:
             names = b"".join(keys[:count])
             first = self.find(keys[0])
             is_run = first >= 0 and self.find(keys[count - 1]) == first + count - 1  # mostly; else the lease finds out
-            self._lease_first(names, [range(first, first + count)] if is_run else self._runs_of(names), runs)
+            runs = self._lease_first(names, [range(first, first + count)] if is_run else self._runs_of(names))
         if self.is_refused:
             self._end(runs)
             runs = []
@@ -185,32 +189,48 @@ class Neighbour:
         rows = self.find_each(_words(names))
         (missing,) = (rows < 0).nonzero()
         rows = rows[: missing[0]] if len(missing) else rows
-        at = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)] if len(rows) else []
-        return [range(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(at)]
+        if not len(rows):
+            return []
+        at = np.concatenate(([0], (np.diff(rows) != 1).nonzero()[0] + 1))
+        firsts = rows[at].tolist()
+        counts = np.diff(at, append=len(rows)).tolist()
+        return [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
 
-    def _lease_first(self, names: bytes, found: Sequence[range], runs: list[range]) -> None:
-        """Lease the first blocks of these keys, which seem to be in the rows `found`, and add the rows to `runs`."""
-        at = 0
-        for run in found:
-            if self.leased_runs >= self._most_runs or not lease(self._locks, run):
-                return
-            part = slice(run.start, run.stop)
-            expected = names[at : at + len(run) * KEY_BYTES]
-            held = self._state[part] == HELD
-            kept = len(run)
-            seen = self._mapping[run.start * KEY_BYTES : run.stop * KEY_BYTES]  # after the states: see above
-            if not held.all() or seen != expected:
-                good = held & (_words(seen) == _words(expected)).all(axis=1)
-                kept = int(good.argmin())
-                self._unlock(run[kept:])
-            self._leases[run.start : run.start + kept] += 1
-            if kept:
-                runs.append(run[:kept])
-                self.leased_rows += kept
-                self.leased_runs += 1
-            at += kept * KEY_BYTES
-            if kept < len(run):
-                return
+    def _lease_first(self, names: bytes, found: Sequence[range]) -> list[range]:
+        """Lease the first blocks of these keys, which seem to be in the rows `found`; returns the rows."""
+        locked, rest = self._lock(found[: max(0, self._most_runs - self.leased_runs)])
+        runs, others = _split(locked, self._num_held(names, _index_of(locked)) if locked else 0)
+        self._count(runs, 1)
+        self._unlock([*others, *rest])
+        return runs
+
+    def _lock(self, found: Sequence[range]) -> tuple[Sequence[range], list[range]]:
+        """Lock these rows; returns the runs before the first that the kernel does not grant, and locked ones behind it.
+
+        The highest rows come first: each call goes through the locks on rows below its own.
+        """
+        refused = {run for run in sorted(found, key=_START, reverse=True) if not lease(self._locks, run)}
+        if not refused:
+            return found, []
+        count = next(at for at, run in enumerate(found) if run in refused)
+        return found[:count], [run for run in found[count:] if run not in refused]
+
+    def _num_held(self, names: bytes, rows: slice | RowArray) -> int:
+        """Number of the first of these locked rows that are held, by the first of these keys."""
+        held = self._state[rows] == HELD
+        words = self._words[rows] if isinstance(rows, slice) else self._words.take(rows, 0)  # after the states
+        expected = names[: words.nbytes]
+        if held.all() and words.tobytes() == expected:
+            return len(held)
+        return int((held & (words == _words(expected)).all(axis=1)).argmin())
+
+    def _count(self, runs: Sequence[range], more: int) -> None:
+        """Count leases of rows: `more` for each, 1 or -1."""
+        if runs:
+            rows = _index_of(runs)
+            self._leases[rows] += more
+            self.leased_rows += more * sum(map(len, runs))
+            self.leased_runs += more * len(runs)
 
     def _slots(self, runs: Sequence[range]) -> list[int]:
         """Numbers of the slots of leased rows, which keep them; -1 for a row without payload."""
@@ -235,16 +255,8 @@ class Neighbour:
 
     def lease_again(self, leased: Lease, count: int) -> Lease:
         """Lease the first `count` blocks of a lease once more, for a lease of its own."""
-        runs: list[range] = []
-        left = count
-        for run in leased.runs:
-            part = run[:left]
-            if part:
-                self._leases[part.start : part.stop] += 1
-                self.leased_rows += len(part)
-                self.leased_runs += 1
-                runs.append(part)
-                left -= len(part)
+        runs, _ = _split(leased.runs, count)
+        self._count(runs, 1)
         return Lease(tuple(runs), leased.slots[:count])
 
     def release(self, leased: Lease) -> None:
@@ -253,20 +265,28 @@ class Neighbour:
         self._refused = []
         self._end(leased.runs)
         for rows in left:
-            self._unlock(rows)
+            self._unlock_but_leased(rows)
 
     def _end(self, runs: Sequence[range]) -> None:
-        for run in runs:
-            self._leases[run.start : run.stop] -= 1
-            self.leased_rows -= len(run)
-            self.leased_runs -= 1
-            self._unlock(run)
+        self._count(runs, -1)
+        self._unlock(runs)
 
-    def _unlock(self, rows: range) -> None:
+    def _unlock(self, runs: Sequence[range]) -> None:
         """Unlock those of these rows that no other lease of this neighbour needs."""
+        if not runs:
+            return
+        if not self.leased_rows:  # by one call, also for the rows between them
+            runs = [range(min(run.start for run in runs), max(run.stop for run in runs))]
+        elif self._leases[_index_of(runs)].any():
+            for run in runs:
+                self._unlock_but_leased(run)
+            return
+        self._refused += [run for run in runs if not release(self._locks, run)]
+
+    def _unlock_but_leased(self, rows: range) -> None:
         (others,) = self._leases[rows.start : rows.stop].nonzero()
         first = rows.start
-        for end in [*(others + rows.start).tolist(), rows.stop] if rows else ():
+        for end in [*(others + rows.start).tolist(), rows.stop]:
             if end > first and not release(self._locks, range(first, end)):
                 self._refused.append(range(first, end))
             first = end + 1
@@ -281,7 +301,28 @@ class Neighbour:
 
 
 def _rows_of(runs: Sequence[range]) -> RowArray:
-    return np.concatenate([np.arange(run.start, run.stop) for run in runs])
+    counts = np.fromiter(map(len, runs), np.int64, len(runs))
+    ends = counts.cumsum()
+    firsts = np.fromiter(map(_START, runs), np.int64, len(runs))
+    rows: RowArray = np.repeat(firsts - ends + counts, counts)
+    rows += np.arange(len(rows))
+    return rows
+
+
+def _index_of(runs: Sequence[range]) -> slice | RowArray:
+    """Index of these rows in a column; of one run a slice, which copies nothing."""
+    return slice(runs[0].start, runs[0].stop) if len(runs) == 1 else _rows_of(runs)
+
+
+def _split(runs: Sequence[range], count: int) -> tuple[list[range], list[range]]:
+    """The first `count` rows of `runs`, and the others."""
+    first: list[range] = []
+    for at, run in enumerate(runs):
+        if count < len(run):
+            return [*first, *filter(None, [run[:count]])], [run[count:], *runs[at + 1 :]]
+        first.append(run)
+        count -= len(run)
+    return first, []
 
 
 def _words(names: bytes) -> Names:

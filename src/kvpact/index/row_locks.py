@@ -11,7 +11,6 @@ import ctypes
 import os
 import struct
 import weakref
-from errno import EACCES, EAGAIN
 from fcntl import F_RDLCK, F_UNLCK, F_WRLCK
 from typing import Final, Protocol
 
@@ -24,35 +23,26 @@ _FLOCK: Final = struct.Struct("hhqqi4x")
 """Kind, whence, first byte, count, process (0): `struct flock` where offsets have 64 bits."""
 
 # PyDLL: the call does not wait, and giving up the interpreter's lock for it costs up to 14 ms beside other threads.
-_fcntl = ctypes.PyDLL(None, use_errno=True).fcntl
+_fcntl = ctypes.PyDLL(None).fcntl
 
 
-def _call(descriptor: int, command: int, kind: int, rows: range) -> tuple[int, range] | None:
-    """Kind and rows that the kernel answers; None if another description's lock is in the way. Raises OSError."""
-    lock = ctypes.create_string_buffer(_FLOCK.pack(kind, os.SEEK_SET, rows.start, len(rows), 0))
-    if _fcntl(descriptor, command, ctypes.byref(lock)):
-        error = ctypes.get_errno()
-        if error in (EAGAIN, EACCES):
-            return None
-        raise OSError(error, os.strerror(error))
-    found, _, first, count, _ = _FLOCK.unpack(lock.raw[: _FLOCK.size])
-    return found, range(first, first + count if count else rows.stop)
+def _lock_of(kind: int, rows: range) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, rows.start, len(rows), 0)
+
+
+def _is_set(descriptor: int, kind: int, rows: range) -> bool:
+    """Lock rows, or unlock them, without a wait; returns whether the kernel did."""
+    return not _fcntl(descriptor, _F_OFD_SETLK, _lock_of(kind, rows))
 
 
 def lease(descriptor: int, rows: range) -> bool:
     """Lease rows, without a wait; returns whether the kernel granted it: not without memory for a lock, either."""
-    try:
-        return _call(descriptor, _F_OFD_SETLK, F_RDLCK, rows) is not None
-    except OSError:
-        return False
+    return _is_set(descriptor, F_RDLCK, rows)
 
 
 def release(descriptor: int, rows: range) -> bool:
     """End the lease of rows; returns False if the kernel has no memory for what is left of it, and it holds."""
-    try:
-        return _call(descriptor, _F_OFD_SETLK, F_UNLCK, rows) is not None
-    except OSError:
-        return False
+    return _is_set(descriptor, F_UNLCK, rows)
 
 
 class LockFile:
@@ -71,14 +61,13 @@ class LockFile:
 
     def leased(self, rows: range) -> range | None:
         """Some of `rows` that somebody leases, neighbours, or all if the kernel does not say; None if all are free."""
-        try:
-            answer = _call(self.descriptor, _F_OFD_GETLK, F_WRLCK, rows)
-        except OSError:
+        lock = ctypes.create_string_buffer(_lock_of(F_WRLCK, rows), _FLOCK.size)
+        if _fcntl(self.descriptor, _F_OFD_GETLK, lock):
             return rows
-        if answer is None or answer[0] == F_UNLCK:
+        kind, _, first, count, _ = _FLOCK.unpack(lock)
+        if kind == F_UNLCK:
             return None
-        found = answer[1]
-        return range(max(rows.start, found.start), min(rows.stop, found.stop))
+        return range(max(rows.start, first), min(rows.stop, first + count if count else rows.stop))
 
     def close(self) -> None:
         """Close the owner's descriptor."""

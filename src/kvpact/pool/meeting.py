@@ -7,7 +7,9 @@ asked asks back, so each two engines have two connections, and neither is in the
     asks    MeetingQuestion ->
             <- MeetingOffer with descriptors, or REFUSAL; then NUMBERs of neighbours
 
-A reset ends the connections of those that asked; they ask again. An engine that is alone does nothing after its start.
+A reset ends the connections of those that asked; they ask again. So does one that was stopped and has left so many
+numbers unread that the next finds no room: it learns the last one from the answer. An engine that is alone does nothing
+after its start.
 Where an engine has no descriptor or memory left for a meeting, it ends the connection without a word: both try again.
 """
 
@@ -67,6 +69,8 @@ ALONE: Final = "kvpact: pool: this engine's memory is its own alone: %s"
 LATER: Final = "kvpact: pool: this engine cannot meet another one now, and tries again until it can: %s"
 
 NO_TABLE: Final = "kvpact: pool: no other engine loads from this one's memory until it can make a table anew: %s"
+
+UNREAD: Final = "kvpact: pool: engine %s has read none of many messages; it is met anew once it runs again"
 
 FAULTS: Final = (KvpactError, OSError, MemoryError)
 """Errors that keep an engine from being a neighbour, for good or for now."""
@@ -370,10 +374,19 @@ class Meeting:
             self._tell_number()
 
     def _tell_number(self) -> None:
-        """Tell those that have asked how many they are."""
-        for connection in self._given.values():
-            with suppress(OSError):  # it reads nothing any more
-                connection.send(NUMBER.pack(len(self._given)))
+        """Tell those that have asked how many they are, and end the connections of those that cannot be told."""
+        number = NUMBER.pack(len(self._given))
+        for name in [name for name, connection in self._given.items() if not self._is_told(name, connection, number)]:
+            self._end_given(name)  # and tell the others
+
+    def _is_told(self, name: str, connection: socket.socket, number: bytes) -> bool:
+        try:
+            return connection.send(number) == len(number)
+        except BlockingIOError:
+            self._told.log("unread", logging.WARNING, UNREAD, name)
+        except OSError:
+            pass  # it has ended
+        return False
 
     # Both
 
