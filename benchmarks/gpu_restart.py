@@ -1,0 +1,45 @@
+"""On a GPU: time to first token from kvpact's disk, in a process that never computed the prompts.
+
+A first process computes the prompts and stops; a second one reads them, past the page cache. `over_local` is the time
+over the second process's own local hit of the same prompt. Runs on a CPU, too, to try it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from benchmarks.gpu_engines import Bench
+from benchmarks.gpu_first_token import first_token, row_of
+from kvpact_testkit.demo.phases import drop_page_cache
+
+
+def rows(tokens: tuple[int, ...] = (2048, 8192, 32768), readings: int = 3) -> Iterator[dict[str, Any]]:
+    """A row of each length from the disk, and of its local hit."""
+    longest = max(tokens)
+    with tempfile.TemporaryDirectory(prefix="kvpact-gpu-") as name:
+        bench = Bench.at(Path(name))
+        disk = bench.folder / "disk"
+        disk.mkdir()
+        kept = (sum(tokens) * readings + 2 * longest) * bench.token_bytes
+        tiers = (f"disk://{quote(str(disk))}?capacity={2 * kept}B",)
+        asked = {length: bench.prompts(length, readings, length) for length in tokens}
+        room = (longest + 64, longest + 8192, 2 * longest)
+        with bench.engine("kvpact", "first", *room, tiers=tiers) as engine:
+            for prompts in asked.values():
+                engine.generate(prompts, max_tokens=1)
+            bench.forget(engine)
+        drop_page_cache(disk)
+        with bench.engine("kvpact", "second", *room, tiers=tiers) as engine:
+            bench.warm(engine, longest)
+            for length, prompts in asked.items():
+                disk_hits, local = [], []
+                for prompt in prompts:
+                    disk_hits.append(first_token(engine, prompt))
+                    local.append(first_token(engine, prompt))
+                    bench.forget(engine)
+                yield row_of(length, "local hit", local)
+                yield row_of(length, "disk, new process", disk_hits, over_local=local)
