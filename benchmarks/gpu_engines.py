@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.needs import find_testbeds, require_vllm
 from kvpact.config import load_config
+from kvpact.vllm.compat.platforms import PACT_SPEC
 from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
 from kvpact_testkit.demo.gpu import cuda_devices
 from kvpact_testkit.demo.model import TINY_SHAPE, ModelShape, ensure_model
@@ -24,6 +25,9 @@ from kvpact_testkit.vllm.step_log import VARIABLE
 find_testbeds()
 
 SUBJECTS = ("kvpact", "OffloadingConnector", "SimpleCPUOffloadConnector")
+
+THROUGH = "kvpact, through offloading"
+"""The subject whose engine has kvpact's tiers below vLLM's own offloading."""
 
 ONE_LAYER = ModelShape(
     layers=1, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=2048, positions=1 << 17
@@ -93,7 +97,8 @@ class Bench:
             settings = EngineSettings(
                 self.model, self._transfer(subject, folder, kept_tokens, tiers), arguments, environment
             )
-            return ForkedEngine(settings, folder / "log")
+            engine: EngineProcess = ForkedEngine(settings, folder / "log")
+            return engine
         arguments |= {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": self.layers}}
         arguments |= {
             "gpu_memory_utilization": GPU_SHARE,
@@ -115,9 +120,12 @@ class Bench:
             played = {"kv_connector": "PlayedConnector", "kv_connector_module_path": f"{KIT}.played_connector"}
             return transfer | ({} if self.gpu else played)
         extra: dict[str, Any] = {"cpu_bytes_to_use": kept}
+        if subject == THROUGH:
+            subject = "OffloadingConnector"
+            extra |= {"spec_name": PACT_SPEC, "secondary_tiers": [{"type": "PactTier", "url": url} for url in tiers]}
         transfer = {"kv_connector": subject, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         if not self.gpu and subject == "OffloadingConnector":
-            extra |= {"spec_name": "PlayedSpec", "spec_module_path": f"{KIT}.offloading"}
+            extra |= {"spec_name": f"Played{'PactTiering' * bool(tiers)}Spec", "spec_module_path": f"{KIT}.offloading"}
             extra |= {"seed": 1, "log": str(folder)}
         elif not self.gpu:
             transfer["kv_connector"] = f"Memcpy{subject}"

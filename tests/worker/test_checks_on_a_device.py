@@ -39,7 +39,8 @@ class Proving:
 
     @property
     def standing(self) -> Standing:
-        return self.bed.segment.standing
+        found: Standing = self.bed.segment.standing
+        return found
 
     def write(self, blocks: tuple[int, ...]) -> None:
         """As a forward pass would."""
