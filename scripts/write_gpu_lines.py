@@ -26,9 +26,10 @@ GAPS = re.compile(
     r"number loaded ([\d., ]+)\."
 )
 LITTLE = """\
-1,008 gaps, one run, not compiled: too few to conclude from. `python -m benchmarks gpu_gaps` measures more; no GPU has run
-it.
+1,008 gaps, one run, not compiled: too few to conclude from. `python -m benchmarks gpu_gaps` measures more; no GPU has
+run it.
 """
+
 AGE = re.compile(r"\d+ commits before")
 
 
