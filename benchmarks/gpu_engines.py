@@ -93,7 +93,6 @@ class Bench:
             from forked_engine import ForkedEngine
 
             arguments |= {"dtype": "float32", "max_num_batched_tokens": 4096}
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             settings = EngineSettings(
                 self.model, self._transfer(subject, folder, kept_tokens, tiers), arguments, environment
             )

@@ -94,7 +94,8 @@ CONNECTORS = ("cuda-bindings>=13,<14", "cuda-pathfinder>=1.4.2,<2")
 builds may not. OffloadingConnector imports nothing more than vLLM."""
 
 CALLS = re.compile(
-    r"(?!.*\.pxd$)cuda/(?:pathfinder/|bindings/(?:__init__|_version|(?:cy)?driver\.|utils/|_internal/(?:__init__|_fast_enum|driver\.|utils\.)))"
+    r"(?!.*\.pxd$)cuda/(?:pathfinder/|bindings/(?:__init__|_version|(?:cy)?driver\.|utils/"
+    r"|_internal/(?:__init__|_fast_enum|driver\.|utils\.)))"
 )
 """Of `CONNECTORS`: the modules that `cuda.bindings.driver` loads, found by importing it."""
 
