@@ -129,8 +129,8 @@ def rows(layout: str, rounds: int, platform: NoPlatform) -> None:
     random = np.random.default_rng(1)
     for blocks in BLOCKS:
         block_ids, slots = (tuple(random.permutation(NUM_BLOCKS)[:blocks].tolist()) for _ in range(2))
-        arrays = [np.array(one, np.int64) for one in (slots, block_ids)]
-        jobs: list[Any] = [LoadJob(1, "r", 0, *given, synchronous=False) for given in ((slots, block_ids), arrays)]
+        arrays: list[Any] = [np.array(one, np.int64) for one in (slots, block_ids)]
+        jobs = [LoadJob(1, "r", 0, one, other, synchronous=False) for one, other in ((slots, block_ids), arrays)]
         specs = source_and_target(slots, block_ids)
 
         def ours(job: LoadJob) -> bool:

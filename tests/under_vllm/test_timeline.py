@@ -13,6 +13,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="no engine is installed; `make setup` installs one")
 
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvpact.vllm.scheduler import KvpactScheduler
 from vllm_played_engine import PlayedEngine, make_prompt
 
 BLOCKS = 4
@@ -25,11 +28,18 @@ def lines_in(folder: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: float(line["ended"]))
 
 
+@pytest.mark.parametrize("scheduler_class", [Scheduler, KvpactScheduler])
 @pytest.mark.parametrize("synchronous", [True, False], ids=["sync", "async"])
-def test_a_hit_is_looked_up_admitted_ordered_begun_and_seen_in_this_order(tmp_path: Path, synchronous: bool) -> None:
+def test_a_hit_is_looked_up_admitted_ordered_begun_and_seen_in_this_order(
+    tmp_path: Path, synchronous: bool, scheduler_class: type[Scheduler]
+) -> None:
     budget = "64MiB" if synchronous else 0
     engine = PlayedEngine(
-        tmp_path, timeline=str(tmp_path / "lines"), sync_load_budget=budget, recompute_if_faster=False
+        tmp_path,
+        scheduler_class=scheduler_class,
+        timeline=str(tmp_path / "lines"),
+        sync_load_budget=budget,
+        recompute_if_faster=False,
     )
     engine.generate(PROMPT)
     engine.forget()
@@ -74,10 +84,10 @@ def calls(step: Callable[[], object]) -> int:
 def test_no_call_is_made_for_a_timeline_that_is_not_asked_for(tmp_path: Path) -> None:
     """Neither half has a method of its own in the place of its class's."""
     engines = []
-    for number, settings in enumerate(({}, {"timeline": str(tmp_path / "lines")})):
+    for number, timeline in enumerate((None, str(tmp_path / "lines"))):
         (tmp_path / str(number)).mkdir()
-        engines.append(PlayedEngine(tmp_path / str(number), **settings))
-    followed = {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"}
+        engines.append(PlayedEngine(tmp_path / str(number), timeline=timeline))
+    followed = {"prepare_external_match", "commit_external_match", "build_connector_meta"}
     assert [followed & set(vars(engine.connector)) for engine in engines] == [set(), followed]
     counts = []
     for engine in engines:

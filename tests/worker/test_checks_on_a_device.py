@@ -28,6 +28,7 @@ class Proving:
         self.device: Any = bed.device if isinstance(bed, Bed) else self._of_vllm(bed)
         if bed.engine.proof is not None:
             bed.engine.proof.close()
+        assert self.device is not None
         bed.engine.proof = Proof(bed.paged, bed.segment, self.device, stores=True, first=FIRST)
         self.jobs = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvpact.contract import ExternalKVMatch
 from kvpact.events.timeline import Timeline
 from kvpact.vllm.messages import PactMetadata
 
@@ -15,6 +16,8 @@ def follow_hooks(timeline: Timeline, connector: object, *, of_scheduler: bool) -
     if of_scheduler:
         timeline.follow(connector, "get_num_new_matched_tokens", "look-up", _found)
         timeline.follow(connector, "update_state_after_alloc", "admission", _admitted)
+        timeline.follow(connector, "prepare_external_match", "look-up", _prepared)
+        timeline.follow(connector, "commit_external_match", "admission", _committed)
         timeline.follow(connector, "build_connector_meta", "order", _ordered)
     else:
         timeline.follow(connector, "start_load_kv", "before", lambda *_: {})
@@ -27,6 +30,14 @@ def _found(found: tuple[int | None, bool], request: Any, computed: int) -> Mappi
 
 def _admitted(_: None, request: Any, blocks: Any, tokens: int) -> Mapping[str, object]:
     return {"request": request.request_id, "tokens": tokens}
+
+
+def _prepared(match: ExternalKVMatch | None, request: Any, computed: int) -> Mapping[str, object]:
+    return {"request": request.request_id, "tokens": match and match.num_tokens, "computed": computed}
+
+
+def _committed(taken: int, request: Any, *_: Any) -> Mapping[str, object]:
+    return {"request": request.request_id, "tokens": taken}
 
 
 def _ordered(metadata: PactMetadata, output: Any) -> Mapping[str, object] | None:
