@@ -34,6 +34,7 @@ def rows(
         asked = {length: bench.prompts(length, readings, length) for length in tokens}
         room = (longest + 64, longest + 8192, 2 * longest)
         with bench.engine(subject, "first", *room, tiers=tiers) as engine:
+            bench.warm(engine, longest)  # nothing is written to a tier before copies have proven themselves
             for prompts in asked.values():
                 engine.generate(prompts, max_tokens=1)
             bench.forget(engine)

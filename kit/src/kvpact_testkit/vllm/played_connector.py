@@ -5,6 +5,7 @@ Name it by `kv_connector_module_path`. Owns the device of each rank. What comput
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +13,18 @@ from kvpact.config import KvpactConfig
 from kvpact.memory.arena import ArenaSegment
 from kvpact.vllm import PactConnector
 from kvpact.worker import round_trip, worker
+from kvpact.worker.device import opened
 from kvpact.worker.device.opened import OpenedDevice
+from kvpact.worker.device.proof import Proof
 from kvpact.worker.paged import PagedKV
 from kvpact_testkit.device.played import PlayedDevice
 
 TRIAL_SECONDS = 60.0
 """For the test of the copies: a device that is played is as fast as a busy machine."""
+
+
+FIRST = 2
+"""Right jobs of each kind that prove a rank."""
 
 
 class PlayedConnector(PactConnector):
@@ -30,6 +37,7 @@ class PlayedConnector(PactConnector):
         with (
             patch.object(worker, "transfer_engine_for", self._opened),
             patch.object(round_trip, "LIMIT_SECONDS", TRIAL_SECONDS),
+            patch.object(opened, "Proof", partial(Proof, first=FIRST)),
         ):
             super().register_kv_caches(kv_caches)
 
