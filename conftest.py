@@ -48,6 +48,7 @@ ENGINES = (
     "tests/under_vllm/test_engine_families.py",
     "tests/under_vllm/test_engine_faults.py",
     "tests/under_vllm/test_engine_fleet.py",
+    "tests/under_vllm/test_engine_gaps.py",
     "tests/under_vllm/test_engine_identity.py",
     "tests/under_vllm/test_engine_leasing.py",
     "tests/under_vllm/test_engine_limits.py",

@@ -1,141 +1,139 @@
-"""On a GPU: time to first token of a Llama-3-8B's shape, computed, from kvpact's memory or disk, and from its own KV.
+"""On a GPU: time to first token, computed, from vLLM's own KV, or loaded by kvpact or two of vLLM's connectors.
 
-Random weights (`--load-format dummy`), made on the GPU. Each prompt is new: computed ("cold"), asked again ("local
-hit"), asked once more after the engine's own prefix cache is emptied ("memory"), and with `disk` asked of a second
-process that never computed it. `over_local` is the time over the local hit's of the same prompt, `of_cold` over the
-cold one's. Then `decoding` clients decode while prompts are computed or come from memory: `token_ms` are the gaps
-between their tokens, `p99_ms` their 99th percentile.
+A Llama-3-8B's shape with random weights (`--load-format dummy`), made on the GPU. All engines stand side by side and
+take turns. Each prompt is new: computed ("cold"), asked again ("local hit"), asked once more after the engine's own
+prefix cache is emptied ("loaded"). `over_local` is the time over the local hit's of the same prompt and engine,
+`of_cold` over the cold one's. Then a hit of the shortest prompts in time, from `kvpact.events.timeline`: medians of the
+ms until each call has ended since the one before it, and `device_ms`, the device's own time of its copies. Runs on a
+CPU, too, to try it.
 """
 
 from __future__ import annotations
 
-import random
+import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from statistics import quantiles
+from statistics import median
+from time import monotonic
 from typing import Any
-from urllib.parse import quote
 
-from benchmarks.needs import find_testbeds, require_vllm
+from benchmarks.gpu_engines import SUBJECTS, Bench
+from benchmarks.needs import require_known
 from benchmarks.table import spread
-from kvpact.config import load_config
-from kvpact_testkit.demo.engine import EngineProcess, EngineSettings
-from kvpact_testkit.demo.gpu import cuda_devices
-from kvpact_testkit.demo.model import ModelShape, ensure_model
-from kvpact_testkit.demo.phases import class_arguments, drop_page_cache, settle
+from kvpact_testkit.demo.engine import EngineProcess
 
-find_testbeds()
-
-ONE_LAYER = ModelShape(
-    layers=1, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=2048, positions=1 << 17
-)
-LAYERS = 32
-TOKEN_BYTES = LAYERS * ONE_LAYER.token_bytes("bfloat16")
-ANSWER = 64
+Asked = tuple[float, int]
+"""Milliseconds to the first token, and cached tokens."""
 
 
-def _prompts(seed: int, number: int, tokens: int) -> list[list[int]]:
-    source = random.Random(seed)
-    return [source.choices(range(16, ONE_LAYER.vocabulary), k=tokens) for _ in range(number)]
+def first_token(engine: EngineProcess, prompt: Sequence[int]) -> Asked:
+    """Ask for one token."""
+    (output,) = engine.generate([prompt], max_tokens=1)
+    return output.first_token_seconds * 1e3, output.cached_tokens
 
 
-def _settings(model: Path, folder: Path, tokens: Sequence[int], readings: int, disk: bool) -> EngineSettings:
-    kept = TOKEN_BYTES * (sum(tokens) * readings + max(tokens) * 4)
-    said: dict[str, Any] = {"memory": f"{kept}B", "recompute_if_faster": False, "stats_file": str(folder / "stats")}
-    if disk:
-        said["tiers"] = [f"disk://{quote(str(folder / 'disk'))}?capacity={2 * kept}B"]
-    arguments: dict[str, Any] = class_arguments() | {
-        "load_format": "dummy",
-        "hf_overrides": {"num_hidden_layers": LAYERS},
-        "max_model_len": max(tokens) + 2 * ANSWER,
-        "max_num_batched_tokens": 8192,
-        "enforce_eager": False,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        "kv_cache_memory_bytes": TOKEN_BYTES * max(tokens) * 8,
-    }
-    return EngineSettings(model, load_config(said, {}).kv_transfer_config(), arguments)
-
-
-def _first_tokens(engine: EngineProcess, prompts: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
-    """(ms to the first token, cached tokens) of each, one after the other."""
-    outputs = [engine.generate([prompt], max_tokens=1)[0] for prompt in prompts]
-    return [(output.first_token_seconds * 1e3, output.cached_tokens) for output in outputs]
-
-
-def _row(tokens: int, what: str, ours: Sequence[tuple[float, int]], **others: Sequence[tuple[float, int]]) -> Any:
+def row_of(tokens: int, what: str, ours: Sequence[Asked], **others: Sequence[Asked]) -> dict[str, Any]:
+    """A row, with the time over those of `others`, prompt by prompt; printed as soon as it is there."""
     row: dict[str, Any] = {"tokens": tokens, "what": what} | spread("ttft_ms", [ms for ms, _ in ours])
     for name, other in others.items():
         row |= spread(name, [mine / its for (mine, _), (its, _) in zip(ours, other, strict=True)])
-    return row | {"cached_tokens": min(cached for _, cached in ours)}
+    row["cached_tokens"] = min(cached for _, cached in ours)
+    print(row, flush=True)
+    return row
 
 
-def _beside_decodes(engine: EngineProcess, what: str, arriving: Sequence[Sequence[int]], decoding: int) -> Any:
-    """Gaps of clients who decode while the prompts behind them are computed or loaded, in ms."""
-    clients = _prompts(77, decoding, 128)
-    outputs = engine.crowd([*clients, *arriving], max_tokens=ANSWER, logprobs=0)[:decoding]
-    gaps = [(later - sooner) * 1e3 for out in outputs for sooner, later in pairwise(out.token_seconds)]
-    row = {"what": f"{decoding} decode beside {what}"} | spread("token_ms", gaps)
-    return row | {"p99_ms": round(quantiles(gaps, n=100)[98], 3), "most_ms": round(max(gaps), 3)}
+def lines_since(folder: Path, since: float) -> list[dict[str, Any]]:
+    """Lines of an engine's steps and of its timeline, in the order of their ends."""
+    files = [folder / "steps", *folder.glob("timeline/*.jsonl")]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sorted((line for line in lines if ended(line) >= since), key=ended)
+
+
+def ended(line: Mapping[str, Any]) -> float:
+    """When a call, a step or an arrival was over."""
+    return float(line["arrived"] if "arrived" in line else line["ended"])
+
+
+def hit_in_time(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of the stages of the one hit in these lines; a stage ends with the call that it is named after."""
+    hits = {line["request"] for line in lines if line.get("span") == "admission" and line["tokens"]}
+    (name,) = hits
+    marks: dict[str, float] = {}
+    device = 0.0
+    for line in lines:
+        span = line.get("span", "")
+        if line.get("request") == name:
+            marks[span or "arrival"] = ended(line)
+        elif span == "order" and any(load[0] == name for load in line["loads"]):
+            marks["order"] = ended(line)
+        elif span == "begin" and any(load[1] == name for load in line["loads"]):
+            marks["begin"] = ended(line)
+            jobs = {load[0] for load in line["loads"]}
+        elif span == "submit" and line["kind"] == "load":
+            marks["submit"] = ended(line)
+        elif span == "copy" and "seen" not in marks:
+            device += line["seconds"]
+            marks["copy"] = ended(line)
+        elif span == "seen" and "begin" in marks and jobs & {*line["jobs"]}:
+            marks["seen"] = ended(line)
+        if span == "order" and name in line["admits"]:
+            marks["next schedule"] = ended(line)
+        elif not span and name in line.get("admits", ()):
+            marks["forward"] = ended(line)
+    stages = sorted(marks.items(), key=lambda mark: mark[1])
+    found = {what: (at - before) * 1e3 for (_, before), (what, at) in pairwise(stages)}
+    return found | {"device_ms": device * 1e3}
+
+
+def _in_time(folder: Path, tokens: int, begins: Sequence[float]) -> dict[str, Any]:
+    lines = lines_since(folder, begins[0])
+    hits = [
+        hit_in_time([line for line in lines if begin <= ended(line) < end])
+        for begin, end in zip(begins, [*begins[1:], float("inf")], strict=True)
+    ]
+    stages = list(dict.fromkeys(stage for hit in hits for stage in hit))
+    row: dict[str, Any] = {"tokens": tokens, "what": "a hit in time, kvpact"}
+    row |= {stage: round(median(hit[stage] for hit in hits if stage in hit), 3) for stage in stages}
+    print(row, flush=True)
+    return row
 
 
 def rows(
-    tokens: tuple[int, ...] = (2048, 8192, 32768), readings: int = 5, decoding: int = 16, disk: bool = True
+    tokens: tuple[int, ...] = (2048, 8192, 32768), readings: int = 4, subjects: tuple[str, ...] = SUBJECTS
 ) -> Iterator[dict[str, Any]]:
-    """A row of each length and way, then one of each crowd."""
-    require_vllm()
-    from tiny_engine import TOKENIZER_TEXT
-
-    if not cuda_devices():
-        raise ModuleNotFoundError("no GPU", name="torch for CUDA, and a GPU")
-    with tempfile.TemporaryDirectory(prefix="kvpact-gpu-") as name:
-        folder = Path(name)
-        (folder / "disk").mkdir()
-        settings = _settings(ensure_model(folder, ONE_LAYER, TOKENIZER_TEXT), folder, tokens, readings, disk)
-        asked = {length: _prompts(length, readings, length) for length in tokens}
-        cold, local = {}, {}
-        with EngineProcess(settings, folder / "log") as engine:
-            _warm(engine, max(tokens))
-            for length, prompts in asked.items():
-                cold[length], local[length] = _first_tokens(engine, prompts), _first_tokens(engine, prompts)
-                _forget(engine)
-                yield _told(_row(length, "cold", cold[length]))
-                yield _told(_row(length, "local hit", local[length], of_cold=cold[length]))
-                warm = _first_tokens(engine, prompts)
-                yield _told(_row(length, "memory", warm, over_local=local[length], of_cold=cold[length]))
-                _forget(engine)
-            new = _prompts(5, readings, tokens[0])
-            for what, arriving in (("nothing", []), ("computed prompts", new), ("loaded prompts", asked[tokens[0]])):
-                yield _told(_beside_decodes(engine, f"{what} of {tokens[0]} tokens", arriving, decoding))
-                _forget(engine)
-        if not disk:
-            return
-        drop_page_cache(folder / "disk")
-        with EngineProcess(settings, folder / "log-2") as engine:
-            _warm(engine, max(tokens))
-            for length, prompts in asked.items():
-                warm = _first_tokens(engine, prompts)
-                yield _told(_row(length, "disk, new process", warm, over_local=local[length], of_cold=cold[length]))
-
-
-def _forget(engine: EngineProcess) -> None:
-    """What comes next comes from kvpact, which has stored everything by now."""
-    settle(engine)
-    engine.reset_prefix_cache()
-
-
-def _warm(engine: EngineProcess, longest: int) -> None:
-    """Kernels are loaded and copies proven before anything is timed."""
-    first = _prompts(1, 70, 64)
-    for together in (True, True, False):
-        engine.generate(first, max_tokens=1, together=together)
-        _forget(engine)
-    engine.generate(_prompts(2, 1, longest), max_tokens=2)
-    _forget(engine)
-
-
-def _told(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, printed as soon as it is there: the machine may be lent for minutes."""
-    print(row, flush=True)
-    return row
+    """Rows of each length, computed and local hits of the first subject's engine; then a hit in time."""
+    require_known("--subjects", subjects, SUBJECTS)
+    longest = max(tokens)
+    with tempfile.TemporaryDirectory(prefix="kvpact-gpu-") as name, ExitStack() as stack:
+        bench = Bench.at(Path(name))
+        engines = {
+            subject: stack.enter_context(bench.engine(subject, subject, longest + 64, longest + 8192, 2 * longest))
+            for subject in subjects
+        }
+        for engine in engines.values():
+            bench.warm(engine, longest)
+        begins: list[float] = []
+        for length in tokens:
+            found: dict[tuple[str, str], list[Asked]] = defaultdict(list)
+            for number, prompt in enumerate(bench.prompts(length, readings, length)):
+                turn = number % len(subjects)
+                for subject in (*subjects[turn:], *subjects[:turn]):
+                    engine = engines[subject]
+                    for kind in ("cold", "local hit", "loaded"):
+                        if kind == "loaded":
+                            bench.forget(engine)
+                            begins += [monotonic()] if subject == "kvpact" and length == tokens[0] else []
+                        found[subject, kind].append(first_token(engine, prompt))
+                    bench.forget(engine)
+            cold, local = (found[subjects[0], kind] for kind in ("cold", "local hit"))
+            yield row_of(length, "cold", cold)
+            yield row_of(length, "local hit", local, of_cold=cold)
+            for subject in subjects:
+                others = {"over_local": found[subject, "local hit"], "of_cold": found[subject, "cold"]}
+                yield row_of(length, f"loaded, {subject}", found[subject, "loaded"], **others)
+        if begins:
+            yield _in_time(bench.folder / "kvpact", tokens[0], begins)

@@ -3,7 +3,8 @@
     python benchmarks/gpu_submission.py [--rounds N]
 
 Needs no GPU: the device's calls do nothing, so the times are Python's and numpy's alone: CPU time of the calling
-thread, from order to end. Each round times both, in alternating order. Shape: 32 layers, blocks and slots in no
+thread, from order to end. Each round times all, in an order that turns. Both sides are timed with the making of arrays
+from the blocks' numbers, as an engine has them, and without it, given arrays. Shape: 32 layers, blocks and slots in no
 order, layer by layer (LBNHC) and block by block (BLNHC).
 """
 
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -105,6 +107,11 @@ def handler_of(tensors: list[Any]) -> Any:
     return handler
 
 
+def source_and_target(slots: tuple[int, ...], block_ids: tuple[int, ...]) -> tuple[Any, Any]:
+    """vLLM's specs of a load."""
+    return CPULoadStoreSpec([*slots]), GPULoadStoreSpec([*block_ids], (len(block_ids),), (0,))
+
+
 def seconds_of(work: Callable[[], bool]) -> float:
     """CPU time of this thread."""
     began = time.thread_time()
@@ -122,27 +129,38 @@ def rows(layout: str, rounds: int, platform: NoPlatform) -> None:
     random = np.random.default_rng(1)
     for blocks in BLOCKS:
         block_ids, slots = (tuple(random.permutation(NUM_BLOCKS)[:blocks].tolist()) for _ in range(2))
-        job = LoadJob(1, "r", 0, slots, block_ids, synchronous=False)
-        source, target = CPULoadStoreSpec([*slots]), GPULoadStoreSpec([*block_ids], (blocks,), (0,))
+        arrays: list[Any] = [np.array(one, np.int64) for one in (slots, block_ids)]
+        jobs = [LoadJob(1, "r", 0, one, other, synchronous=False) for one, other in ((slots, block_ids), arrays)]
+        specs = source_and_target(slots, block_ids)
 
-        def ours(job: LoadJob = job) -> bool:
+        def ours(job: LoadJob) -> bool:
             (transfer,) = engine.load([job])
             engine.submit_all()
             return transfer.ended
 
-        def theirs(source: Any = source, target: Any = target) -> bool:
-            handler.transfer_async(1, source, target)
+        def theirs(given: tuple[Any, Any]) -> bool:
+            handler.transfer_async(1, *given)
             return len(handler.get_finished()) == 1
 
-        times: dict[Callable[[], bool], list[float]] = {ours: [], theirs: []}
+        works: list[Callable[[], bool]] = [
+            partial(ours, jobs[0]),
+            lambda slots=slots, block_ids=block_ids: theirs(source_and_target(slots, block_ids)),  # type: ignore[misc]
+            partial(ours, jobs[1]),
+            partial(theirs, specs),
+        ]
+        times: list[list[float]] = [[] for _ in works]
         for number in range(rounds):
             device.entries = platform.entries = 0
-            for work in (ours, theirs) if number % 2 else (theirs, ours):
-                times[work].append(seconds_of(work) * 1e3)
+            for turn in range(len(works)):
+                which = (number + turn) % len(works)
+                times[which].append(seconds_of(works[which]) * 1e3)
             assert device.entries == platform.entries
-        text = "".join(f"{statistics.median(one):8.2f} {min(one):6.2f} to {max(one):6.2f}" for one in times.values())
-        ratio = statistics.median(times[ours]) / statistics.median(times[theirs])
-        print(f"{layout:6} {blocks:6} {device.entries:8} {text} {ratio:8.2f}", flush=True)
+        medians = [statistics.median(one) for one in times]
+        text = "".join(
+            f"{median:9.2f} {min(one):6.2f} to {max(one):6.2f}" for median, one in zip(medians, times, strict=True)
+        )
+        ratios = f"{medians[0] / medians[1]:8.2f} {medians[2] / medians[3]:8.2f}"
+        print(f"{layout:6} {blocks:6} {device.entries // 2:8} {text} {ratios}", flush=True)
     segment.close()
 
 
@@ -152,7 +170,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     rounds, platform = parser.parse_args().rounds, NoPlatform()
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; ms: median, least to most")
-    print("layout blocks   copies  kvpact's               vLLM's                    ratio")
+    both = "kvpact's                 vLLM's                 "
+    print(f"with the making of arrays, then without it\nlayout blocks   copies  {both}  {both}   ratios")
     with ExitStack() as changed:
         changed.enter_context(patch.object(gpu_worker, "current_platform", platform))
         changed.enter_context(patch.object(torch, "Event", lambda **_: platform))

@@ -1,10 +1,10 @@
 """Whether vLLM answers with kvpact as it answers without it: python scripts/gpu_answers.py --output FILE
 
 On a tiny Llama with random weights, made on the spot: nothing is downloaded. Two engines stand side by side, one with
-kvpact and one without it: eager and, on a GPU, with vLLM's default graphs and with full ones, captured while memory is
-pinned. A hit from kvpact is compared with a hit in the other engine's own prefix cache, asked alone and while others
-decode. Runs on a CPU, too, where vLLM does. FILE has what was found after each comparison. The exit status is 0 if all
-is good.
+kvpact and one without it: eager and, on a GPU, with full graphs, captured while memory is pinned, and with vLLM's
+default ones; on models like Gemma 3, with groups of windows, and like Qwen3-Next, with states. A hit from kvpact is
+compared with a hit in the other engine's own prefix cache, asked alone and while others decode. Runs on a CPU, too,
+where vLLM does. FILE has what was found after each comparison. The exit status is 0 if all is good.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from kvpact_testkit.demo.messages import Output
 from kvpact_testkit.demo.model import TINY_SHAPE, ensure_model
 from kvpact_testkit.demo.phases import GPU_SHARE, class_arguments, settle
 
+ROOT = Path(__file__).resolve().parents[1]
+
 Found = dict[str, Any]
 
 TEXT = "A prompt prefix is never computed twice: it is promised, committed, loaded and used.\n" * 50
@@ -49,10 +51,18 @@ TOLERANCE = 0.0625
 
 SCENES: dict[str, Found] = {
     "eager": {"enforce_eager": True},
-    "graphs": {"enforce_eager": False},
+    "groups": {"enforce_eager": True},
+    "states": {"enforce_eager": True},
     "full graphs": {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
+    "graphs": {"enforce_eager": False},
 }
-"""Name -> arguments for `vllm.LLM`. The last has graphs of whole forward passes, and nothing compiled by torch."""
+"""Name -> arguments for `vllm.LLM`, by worth. "full graphs" are of whole forward passes, and torch compiles nothing."""
+
+FAMILIES = {"groups": "gemma_like", "states": "qwen3_next_like"}
+"""Scene -> its model in tests/under_vllm/model_families.py; elsewhere the tiny Llama."""
+
+STATE_TOKENS = 2 * TOKENS
+"""In a prompt of a model with states, which are kept at every few hundred tokens."""
 
 COUNTS = (
     "loaded_tokens",
@@ -104,7 +114,9 @@ class Scene:
     """Two engines on the same model: `plain`, and `pact` with kvpact."""
 
     def __init__(self, name: str, model: Path, work: Path, gpu: bool, engines: ExitStack) -> None:
-        self.gpu, graphs = gpu, name != "eager"
+        self.gpu, graphs = gpu, "graphs" in name
+        self.tokens = STATE_TOKENS if name == "states" else TOKENS
+        self.has_states = name == "states"
         memory = f"{min(32, _ram_gib() // 4)}GiB" if gpu and graphs else "256MiB"
         settings = {"memory": memory, "kv_layout": "auto" if graphs else "engine", "recompute_if_faster": False}
         config = load_config(
@@ -130,19 +142,20 @@ class Scene:
         """Good if the answers differ as little as the engine from itself, and this many of ours had a hit."""
         found = compare(ours, theirs)
         limit = max(self.own, TOLERANCE)
-        hits = sum(output.cached_tokens == (TOKENS - 1) // self.block * self.block for output in ours)
+        full = (self.tokens - 1) // self.block * self.block
+        hits = sum(output.cached_tokens == full or (self.has_states and output.cached_tokens > 0) for output in ours)
         good = found["largest log-probability difference"] <= limit and hits == cached
         return found | {"hits": hits, "hits expected": cached, "limit": limit, "good": good}
 
     def play(self, tell: Callable[[str, Found], None]) -> None:
         """Ask; `tell(what, found)` after each comparison."""
         plain, pact = self.plain, self.pact
-        first = [prompt(1000 + number) for number in range(FIRST_COPIES if self.gpu else 4)]
+        first = [prompt(1000 + number, self.tokens) for number in range(FIRST_COPIES if self.gpu else 4)]
         for together in (True, True, False):  # saves, loads beside steps, and loads that a step waits for
             pact.generate(first, max_tokens=1, together=together)
             settle(pact)
             pact.reset_prefix_cache()
-        asked = [prompt(number) for number in range(8)]
+        asked = [prompt(number, self.tokens) for number in range(8)]
         cold, local = (plain.generate(asked, max_tokens=8) for _ in range(2))
         self.own = compare(cold, local)["largest log-probability difference"]
         tell("cold", self.compared(pact.generate(asked, max_tokens=8), cold, 0))
@@ -166,6 +179,20 @@ def pinning_went_on(log: str) -> bool | None:
     if capture is None:
         return None
     return pinned is None or pinned.start() > capture.start()
+
+
+def family(name: str, tiny: Path, work: Path) -> Path:
+    """The model of a scene."""
+    if name not in FAMILIES:
+        return tiny
+    sys.path[:0] = [
+        str(ROOT / folder) for folder in ("tests/under_vllm", "tests", "testbeds") if (ROOT / folder).exists()
+    ]
+    import model_families
+
+    made: Path = getattr(model_families, FAMILIES[name])(work / name, tiny)
+    time.sleep(0.2)  # an engine that begins within a tick of the clock after its files changed cannot trust them
+    return made
 
 
 def _ram_gib() -> int:
@@ -192,7 +219,7 @@ def run(scenes: Sequence[str], gpu: bool, file: Path, work: Path) -> bool:
 
         try:
             with ExitStack() as engines:
-                made = Scene(name, model, work, gpu, engines)
+                made = Scene(name, family(name, model, work), work, gpu, engines)
                 tell("start", made.start)
                 made.play(tell)
         except Exception as error:

@@ -89,6 +89,16 @@ ENGINE = (
 )
 """What vLLM imports before it serves, and torch's machine lacks: found by importing it beside these."""
 
+CONNECTORS = ("cuda-bindings>=13,<14", "cuda-pathfinder>=1.4.2,<2")
+"""What vLLM's SimpleCPUOffloadConnector imports when it copies: the driver's calls. torch's own wheels bring it, other
+builds may not. OffloadingConnector imports nothing more than vLLM."""
+
+CALLS = re.compile(
+    r"(?!.*\.pxd$)cuda/(?:pathfinder/|bindings/(?:__init__|_version|(?:cy)?driver\.|utils/"
+    r"|_internal/(?:__init__|_fast_enum|driver\.|utils\.)))"
+)
+"""Of `CONNECTORS`: the modules that `cuda.bindings.driver` loads, found by importing it."""
+
 LEFT_OUT = re.compile(
     r"vllm/third_party/[^/]+/|vllm/model_executor/layers/fused_moe/configs/|vllm/vllm_flash_attn/cute/"
     r"|.*(\.so|/vllm-rs|\.hpp|\.h|\.cuh|\.cu|\.js|\.css|\.jpg)$"
@@ -131,7 +141,7 @@ def download(python: str, folder: Path) -> None:
     chosen = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--dest", str(folder)]
     for platform in platforms:
         chosen += ["--platform", platform]
-    alone = [one for one in (VLLM, *KVPACT, *ENGINE) if not one.startswith(WITH_DEPENDENCIES)]
+    alone = [one for one in (VLLM, *KVPACT, *ENGINE, *CONNECTORS) if not one.startswith(WITH_DEPENDENCIES)]
     together = [one for one in KVPACT if one.startswith(WITH_DEPENDENCIES)]
     own = ("--wheel-dir", str(folder), str(ROOT), str(ROOT / "kit"))
     subprocess.run([*pip, "wheel", "-q", "--no-deps", *own], check=True)
@@ -153,10 +163,12 @@ def archives(wheels: Sequence[Path]) -> dict[str, list[tuple[Path, Keep]]]:
     """Archive -> its wheels, and which of their files belong into it."""
     engine = {named(one) for one in ENGINE}
     vllm = [wheel for wheel in wheels if name_of(wheel) == named(VLLM)]
-    ours = [wheel for wheel in wheels if name_of(wheel) not in {*engine, named(VLLM)}]
+    calls = {named(one) for one in CONNECTORS}
+    ours = [wheel for wheel in wheels if name_of(wheel) not in {*engine, *calls, named(VLLM)}]
     found: dict[str, list[tuple[Path, Keep]]] = {"kvpact": [(wheel, is_kept) for wheel in ours]}
     theirs = [(wheel, is_kept) for wheel in wheels if name_of(wheel) in engine]
     found["vllm"] = [*((wheel, is_python_of_vllm) for wheel in vllm), *theirs]
+    found["vllm-connectors"] = [(wheel, is_a_call) for wheel in wheels if name_of(wheel) in calls]
     for name, libraries in LIBRARIES.items():
         found[name] = [(wheel, libraries.__contains__) for wheel in vllm]
     return {name: parts for name, parts in found.items() if parts}
@@ -170,6 +182,11 @@ def is_kept(file: str) -> bool:
 def is_python_of_vllm(file: str) -> bool:
     """Whether a file of vLLM's wheel is part of what it needs beside its compiled modules."""
     return is_kept(file) and not LEFT_OUT.match(file)
+
+
+def is_a_call(file: str) -> bool:
+    """Whether a file of `CONNECTORS` is needed to call the driver."""
+    return bool(CALLS.match(file))
 
 
 def installed_as(file: str) -> str:
@@ -251,7 +268,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--list", action="store_true", help="say what would be packed, and pack nothing")
     given = parser.parse_args(arguments)
     if given.list:
-        print(VLLM, "kvpact", *KVPACT, *ENGINE, sep="\n")
+        print(VLLM, "kvpact", *KVPACT, *ENGINE, *CONNECTORS, sep="\n")
         return 0
     with tempfile.TemporaryDirectory(prefix="kvpact-wheels-") as directory:
         folder = given.wheels or Path(directory)

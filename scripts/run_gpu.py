@@ -57,7 +57,7 @@ NEEDED = (
 """What the tests and the examination import; the demonstration needs typer and rich too."""
 
 LOOK = """
-import importlib.util, json, os, platform, sys
+import contextlib, importlib.util, json, os, platform, re, sys
 found = {"python": platform.python_version(), "kernel": platform.release(), "cores": len(os.sched_getaffinity(0))}
 found["ram_gib"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
 found["missing"] = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
@@ -67,6 +67,9 @@ try:
     found["torch"], found["cuda"] = torch.__version__, torch.version.cuda
     if torch.version.cuda and torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        with contextlib.suppress(OSError, TypeError):
+            said = open("/proc/driver/nvidia/version").read()
+            found["driver"] = re.search(r"Kernel Module.*?\\s(\\d+\\.\\d+(?:\\.\\d+)?)\\s", said)[1]
 except ImportError as error:
     found["torch_error"] = str(error)
 print(json.dumps(found))
@@ -220,18 +223,22 @@ def reporting(until: float, report: Path, *command: str) -> Iterator[Results]:
     yield {"good": child.status == 0, "report": read(report)} | child.ended()
 
 
-def first_token(machine: Results, until: float, out: Path) -> Iterator[Results]:
-    """Rows of `benchmarks/gpu_first_token.py`, each as soon as it is printed."""
-    if not machine["has_vllm"]:
-        yield dict(NO_VLLM)
-        return
-    rows: list[Results] = []
-    child = Child(until, "-m", "benchmarks", "gpu_first_token", "--no-disk", "--readings", "4")
-    for line in child:
-        if line.startswith("{'"):
-            rows.append(ast.literal_eval(line))
-            yield {"good": False, "rows": rows}
-    yield {"good": child.status == 0 and bool(rows), "rows": rows} | child.ended()
+def benchmark(name: str, *options: str) -> Run:
+    """A part whose rows are a benchmark's, as they are printed; "{out}" in an option is a folder for files."""
+
+    def run(machine: Results, until: float, out: Path) -> Iterator[Results]:
+        if not machine["has_vllm"]:
+            yield dict(NO_VLLM)
+            return
+        rows: list[Results] = []
+        child = Child(until, "-m", "benchmarks", name, *(option.format(out=out) for option in options))
+        for line in child:
+            if line.startswith("{'"):
+                rows.append(ast.literal_eval(line) | {"gpu": machine["gpus"][0]})
+                yield {"good": False, "rows": [*rows]}
+        yield {"good": child.status == 0 and bool(rows), "rows": rows} | child.ended()
+
+    return run
 
 
 def demo(machine: Results, until: float, out: Path) -> Iterator[Results]:
@@ -260,14 +267,26 @@ def read(report: Path) -> Any:
 NO_VLLM = {"good": True, "left_out": "vLLM cannot be imported here"}
 
 PARTS: dict[str, Part] = {
-    "graphs": Part(tests(GRAPHS), 60, 75, "captured graphs read what was loaded before they were replayed"),
-    "suite": Part(tests(*SUITE), 60, 75, "the other tests of the copies: random ones in six layouts, order, the end"),
-    "answers": Part(answers, 170, 220, "engines say the same with kvpact and without it"),
-    "first_token": Part(first_token, 110, 150, "first tokens computed, from vLLM's own KV, from memory; others' gaps"),
+    "graphs": Part(tests(GRAPHS), 35, 60, "captured graphs read what was loaded before they were replayed"),
+    "suite": Part(tests(*SUITE), 55, 80, "the other tests of the copies; resets and failed checks with the proof on"),
+    "answers": Part(answers, 140, 180, "engines say the same with kvpact and without it, with groups and with states"),
+    "first_token": Part(benchmark("gpu_first_token"), 95, 130, "first tokens of five subjects in turns; a hit in time"),
+    "gaps": Part(
+        benchmark("gpu_gaps", "--compiled", "--steps", "{out}/steps"),
+        130, 170, "gaps of others beside 100 prompts of each kind; then under vLLM's default compilation",
+    ),
+    "offloading": Part(
+        benchmark("gpu_restart", "--readings", "2", "--through", "offloading"),
+        60, 80, "first tokens from a disk below vLLM's own offloading (`--through offloading`)",
+    ),
+    "restart": Part(benchmark("gpu_restart", "--readings", "2"), 55, 80, "first tokens from a disk, in a new process"),
     "demo": Part(demo, 90, 120, "the demonstration, with a restart, and two ranks where there are two GPUs"),
     "doctor": Part(doctor, 60, 75, "`kvpact doctor --gpu`: loads, saves and pinning by page size and layout"),
-}
+}  # fmt: skip
 """By name, in the order of their worth."""
+
+BY_NAME = ("demo", "doctor")
+"""Parts that run if `--only` names them."""
 
 
 def table(results: Results) -> Iterator[str]:
@@ -276,7 +295,8 @@ def table(results: Results) -> Iterator[str]:
     yield f"## On a GPU (`make gpu`){', ' + machine['commit'] if machine['commit'] else ''}"
     yield ""
     yield (
-        f"{', '.join(machine['gpus'])}; torch {machine['torch']}, Python {machine['python']}, "
+        f"{', '.join(machine['gpus'])}, driver {machine.get('driver', 'unknown')}; torch {machine['torch']}, "
+        f"Python {machine['python']}, "
         f"{machine['cores']} cores, {machine['ram_gib']} GiB, kernel {machine['kernel']}. "
         f"All good: {'yes' if results['good'] else 'NO'}."
     )
@@ -302,8 +322,8 @@ def rows_of(name: str, part: Results) -> Iterator[tuple[str, str, str]]:
         yield "`kvpact doctor --gpu`", report.get("error", report.get("device", "")), good
         for section, figures in report.get("sections", {}).items():
             yield section, shown(figures), ""
-    elif name == "first_token":
-        yield "first tokens, and gaps of others", "", good
+    elif name in BENCHMARKS:
+        yield BENCHMARKS[name], "", good
         for row in part.get("rows", ()):
             what = " ".join(str(row[key]) for key in ("tokens", "what") if key in row)
             yield what, shown({key: value for key, value in row.items() if key not in ("tokens", "what")}), ""
@@ -316,6 +336,15 @@ def rows_of(name: str, part: Results) -> Iterator[tuple[str, str, str]]:
     else:
         for ranks, one in part.get("ranks", {}).items():
             yield from demo_rows(ranks, one)
+
+
+BENCHMARKS = {
+    "first_token": "first tokens, in turns",
+    "gaps": "gaps of clients who decode",
+    "offloading": "first tokens after a restart, through vLLM's offloading",
+    "restart": "first tokens after a restart",
+}
+"""Part -> its head in the table."""
 
 
 def verdict(part: Results) -> str:
@@ -353,10 +382,15 @@ def write(results: Results, out: Path) -> None:
         beside.replace(out / name)
 
 
+def chosen() -> list[str]:
+    """Parts of a run for which none was named."""
+    return [name for name in PARTS if name not in BY_NAME]
+
+
 def planned(only: list[str] | None, seconds: float) -> Iterator[str]:
     """Lines that say what a run does, with the seconds that each part has."""
     left = seconds
-    for name in only or PARTS:
+    for name in only or chosen():
         part = PARTS[name]
         most = left if only else min(left, part.most_seconds)
         expected = min(most, part.expected_seconds)
@@ -391,7 +425,7 @@ def main(arguments: list[str]) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     parts: dict[str, Results] = {}
     results: Results = {"format": 2, "good": False, "machine": machine, "parts": parts}
-    for name in given.only or PARTS:
+    for name in given.only or chosen():
         print(f"== {name}", flush=True)
         began = time.monotonic()
         parts[name] = {"good": False, "finished": False}

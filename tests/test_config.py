@@ -24,7 +24,7 @@ GIB = 1024**3
 DISK = "disk:///var/cache/kvpact?capacity=200GiB"
 BINARY_UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": GIB, "TiB": 1024**4, "PiB": 1024**5}
 DECIMAL_UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "PB": 1000**5}
-WITHOUT_DEFAULT = {"cache", "model_id", "weights_version", "stats_file", "record_key_file", "tenants"}
+WITHOUT_DEFAULT = {"cache", "model_id", "weights_version", "stats_file", "timeline", "record_key_file", "tenants"}
 SECONDS = {"us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": 1, "m": 60, "h": 3600, "": 1}
 
 
@@ -171,6 +171,7 @@ def test_every_key_can_be_set_in_the_environment() -> None:
         "KVPACT_KV_LAYOUT": "blocks",
         "KVPACT_HUGE_PAGES": "on",
         "KVPACT_STATS_FILE": "/tmp/stats.json",
+        "KVPACT_TIMELINE": "/tmp/timeline",
         "KVPACT_ADMIT": "second-use",
         "KVPACT_RECOMPUTE_IF_FASTER": "false",
         "KVPACT_MATCH_AT": "step",

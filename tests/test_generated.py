@@ -44,6 +44,15 @@ def test_every_generated_file_is_what_its_writer_writes(benchmarks: ModuleType) 
     assert {*benchmarks.CHARTS.iterdir()} <= found.keys()
 
 
+def test_the_readmes_lines_on_gpus_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for how many commits ago it was: that is the number of when they were written."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    lines = load_script("scripts/write_gpu_lines.py")
+    assert lines.main(["--check"]) == 0, "run scripts/write_gpu_lines.py"
+    other = lines.RESULTS.read_text(encoding="utf-8").replace("| 132.3 (", "| 131.3 (")
+    assert "| 32,768 tokens | 1,215 | 46 | 131 | 0.11 |" in lines.section(other)
+
+
 def cited(text: str) -> set[str]:
     """Ids of properties and hazards, by their form. No hazard is called H100 or H200: these are GPUs."""
     return set(re.findall(r"\b(?:P[1-9]\d?|H\d\d|H1[1-9]\d)\b", text))

@@ -113,16 +113,17 @@ def test_where_there_is_no_gpu_one_line_says_so(plan: bool, tmp_path: Path) -> N
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"run_gpu: torch {torch.__version__} ")
     assert not list(tmp_path.iterdir())
-    assert [said.split()[0] for said in done.stdout.splitlines()] == ([*RUN.PARTS, "all"] if plan else [])
+    assert [said.split()[0] for said in done.stdout.splitlines()] == ([*RUN.chosen(), "all"] if plan else [])
 
 
 def test_the_plan_fits_into_its_time_and_the_last_parts_get_what_is_left() -> None:
-    assert sum(part.expected_seconds for part in RUN.PARTS.values()) <= RUN.SECONDS
+    assert sum(RUN.PARTS[name].expected_seconds for name in RUN.chosen()) <= RUN.SECONDS
     assert all(part.expected_seconds <= part.most_seconds for part in RUN.PARTS.values())
+    assert {*RUN.PARTS} - {*RUN.chosen()} == {*RUN.BY_NAME}
     *parts, total = RUN.planned(None, 100.0)
-    assert parts[0].startswith("graphs         60 s expected,   75 s at most: ")
-    assert parts[1].startswith("suite          40 s expected,   40 s at most: ")
-    assert parts[-1].startswith("doctor          0 s expected,    0 s at most: ")
+    assert parts[0].startswith("graphs         35 s expected,   60 s at most: ")
+    assert parts[2].startswith("answers        10 s expected,   10 s at most: ")
+    assert parts[-1].startswith("restart         0 s expected,    0 s at most: ")
     assert total.startswith("all           100 s expected,  100 s at most")
     assert next(RUN.planned(["demo"], 300.0)).startswith("demo           90 s expected,  300 s at most: ")
 
@@ -132,11 +133,12 @@ def test_rows_of_first_tokens_are_results_as_they_are_printed(monkeypatch: pytes
     printed = "loading\n" + "".join(f"{row}\n" for row in said)
     child = RUN.Child
     monkeypatch.setattr(RUN, "Child", lambda until, *arguments: child(until, "-c", f"print({printed!r}, end='')"))
-    run = RUN.PARTS["first_token"].run({"has_vllm": True}, time.monotonic() + 60, tmp_path)
-    ended = [(one["good"], len(one["rows"])) for one in run]
-    assert ended == [(False, 1), (False, 2), (True, 2)]
+    run = RUN.PARTS["first_token"].run({"has_vllm": True, "gpus": ["NVIDIA H200"]}, time.monotonic() + 60, tmp_path)
+    found = [*run]
+    assert [(one["good"], len(one["rows"])) for one in found] == [(False, 1), (False, 2), (True, 2)]
+    assert {row["gpu"] for row in found[-1]["rows"]} == {"NVIDIA H200"}, "a row names its card"
     assert [*RUN.rows_of("first_token", {"good": True, "finished": True, "rows": said})] == [
-        ("first tokens, and gaps of others", "", "yes"),
+        ("first tokens, in turns", "", "yes"),
         ("2048 cold", "ttft_ms 54.3", ""),
         ("16 decode", "p99_ms 7.9", ""),
     ]

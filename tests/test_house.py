@@ -639,6 +639,7 @@ READS_THE_CLOCK = {
     "kvpact.worker.device.examination",
     "kvpact.worker.round_trip",
     "kvpact.worker.step_reader",
+    "kvpact.worker.timed",
     "kvpact.worker.worker",
 }
 """Modules of the cache, the index, a rank and the engines that import `time`; elsewhere there it is an argument."""

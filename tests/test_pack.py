@@ -28,6 +28,10 @@ WHEELS = {
         "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": KERNELS[::-1],
         "vllm-0.32.0.dist-info/METADATA": b"Name: vllm",
     },
+    "cuda_bindings-13.5.0-cp312-cp312-manylinux_2_24_x86_64.whl": {
+        "cuda/bindings/driver.cpython-312-x86_64-linux-gnu.so": b"calls",
+        "cuda/bindings/_internal/driver.cpython-312-x86_64-linux-gnu.so": b"the driver's",
+    },
     "cachetools-8.0.1-py3-none-any.whl": {"cachetools/__init__.py": b"LRU = 1"},
     "blake3-1.0-cp312-cp312-manylinux_2_17_x86_64.whl": {
         "blake3-1.0.data/purelib/blake3/__init__.py": b"digest = 32",
@@ -35,6 +39,7 @@ WHEELS = {
     },
     "kvpact-0.1.0-py3-none-any.whl": {"kvpact/__init__.py": b"__version__ = '0.1.0'"},
 }
+NO_CALLS = {"cuda/bindings/nvml.cpython-312-x86_64-linux-gnu.so", "cuda/bindings/driver.pxd"}
 LEFT_OUT = {
     "vllm/third_party/deep_gemm/_C.so",
     "vllm/third_party/deep_gemm/__init__.py",
@@ -54,7 +59,7 @@ def wheels(tmp_path: Path) -> Path:
         with zipfile.ZipFile(folder / name, "w") as wheel:
             for path, content in files.items():
                 wheel.writestr(path, content)
-            for path in LEFT_OUT if name.startswith("vllm") else ():
+            for path in LEFT_OUT if name.startswith("vllm") else NO_CALLS if name.startswith("cuda") else ():
                 wheel.writestr(path, KERNELS)
     return folder
 
@@ -80,7 +85,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_pieces_are_small_and_give_back_what_was_packed(wheels: Path, tmp_path: Path) -> None:
     pieces = pack(wheels)
     manifest = json.loads((pieces / "manifest.json").read_text())
-    assert list(manifest["archives"]) == ["kvpact", "vllm", "vllm-kernels", "vllm-flash-attention"]
+    assert list(manifest["archives"]) == ["kvpact", "vllm", "vllm-connectors", "vllm-kernels", "vllm-flash-attention"]
     for archive in manifest["archives"].values():
         for piece in archive["pieces"]:
             assert (pieces / piece["name"]).stat().st_size == piece["bytes"] <= MAX_BYTES

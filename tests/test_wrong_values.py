@@ -55,7 +55,7 @@ WRONG: Mapping[str, list[Any]] = {
     "save": WORDS, "admit": WORDS, "match_at": WORDS, "gpu": WORDS, "kv_layout": WORDS, "huge_pages": WORDS,
     "require": WORDS, "pool": WORDS, "hints": WORDS,
     "recompute_if_faster": SWITCHES, "require_tiers": SWITCHES, "share_drawn_epochs": SWITCHES, "layerwise": SWITCHES,
-    "model_id": NO_TEXT, "weights_version": NO_TEXT, "record_key_file": PATHS, "stats_file": PATHS,
+    "model_id": NO_TEXT, "weights_version": NO_TEXT, "record_key_file": PATHS, "stats_file": PATHS, "timeline": PATHS,
     "cache": FACTORIES, "tiers": [[each] for each in TIERS], "tenants": TENANTS,
 }  # fmt: skip
 """Key -> ten wrong values or more."""

@@ -42,6 +42,7 @@ def settings_of_a_user(directory: Path, redis: str) -> dict[str, Any]:
         "huge_pages": "off",
         "layerwise": False,
         "stats_file": f"{directory}/stats.json",
+        "timeline": f"{directory}/timeline",
     }
 
 

@@ -193,6 +193,8 @@ class KvpactConfig(BaseModel):
     """Host threads that read and write the tiers."""
     stats_file: FilePath | None = Field(default=None, examples=["/run/kvpact/stats.json"])
     """JSON file with the engine's status, as `kvpact status --json` prints it; rewritten while the engine is idle."""
+    timeline: FilePath | None = Field(default=None, examples=["/run/kvpact/timeline"])
+    """Folder for a line about each call that loads blocks for a request; see `kvpact.events.timeline`."""
     gpu: Literal["auto", "off"] = "auto"
     """Start with KV memory on a GPU, if its copies pass a test ("auto"), or refuse to ("off")."""
     kv_layout: Literal["auto", "engine", "blocks"] = "auto"

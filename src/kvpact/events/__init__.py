@@ -1,1 +1,1 @@
-"""Announcements to routers of blocks that a place has got or lost, in order, until the engine takes them."""
+"""Announcements to routers of blocks that a place has got or lost, until the engine takes them; times of loads."""

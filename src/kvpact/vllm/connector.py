@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvpact.config import load_config
 from kvpact.contract import WorkerReport
 from kvpact.errors import ConfigError
+from kvpact.events.timeline import Timeline
 from kvpact.metrics import Metrics
 from kvpact.vllm.checks import check_engine, check_settings, log_like_vllm
 from kvpact.vllm.compat.configuration import replica_number
@@ -36,6 +37,7 @@ from kvpact.vllm.kv_memory import KVMemoryHooks
 from kvpact.vllm.match_hooks import MatchHooks
 from kvpact.vllm.messages import PactHandshake, PactMetadata, PactWorkerMetadata
 from kvpact.vllm.stats import PactPromMetrics, PactStats
+from kvpact.vllm.timeline import follow_hooks
 from kvpact.vllm.worker_identity import worker_facts
 from kvpact.wire import StepMessage
 
@@ -94,6 +96,9 @@ class PactConnector(KVMemoryHooks, MatchHooks, SupportsHMA, KVConnectorBase_V1):
             self._worker = open_worker(config, vllm_config, kv_cache_config, self._groups)
             if config.match_at == "step":
                 self.before_update_states = self._find_hits
+
+        if config.timeline is not None:
+            follow_hooks(Timeline(config.timeline), self, of_scheduler=role == KVConnectorRole.SCHEDULER)
 
     def _require_alone(self, engine_id: str) -> None:
         """Two connectors in one engine would share one arena: MultiConnector hands the first one's handshake to

@@ -35,6 +35,8 @@ class VllmDevice:
 
     pinned = True
     """True if the host memory of copies is pinned."""
+    timed = False
+    """True if events know their time."""
 
     def __init__(self, device: torch.device, page_bytes: int) -> None:
         """`page_bytes` are those of the largest page."""
@@ -58,7 +60,7 @@ class VllmDevice:
 
     def record(self, stream: Stream) -> Event:
         """Record an event behind all work of the stream so far."""
-        event = torch.Event()
+        event = torch.Event(enable_timing=self.timed)
         event.record(stream)
         return event
 
@@ -69,6 +71,10 @@ class VllmDevice:
     def is_done(self, event: Event) -> bool:
         """True if all work before the event is done."""
         return bool(event.query())
+
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        """Device's time between two `timed` events."""
+        return float(begin.elapsed_time(end)) / 1e3
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
@@ -150,4 +156,6 @@ def open_device(config: KvpactConfig, paged: PagedKV, segment: ArenaSegment, mod
     device = paged.tensors[0].device
     refuse_device_settings(config, device.type)
     largest = max(layer.chunk_bytes for layer in paged.layers)
-    return OpenedDevice(config, paged, segment, VllmDevice(device, largest), _node_of(device), model)
+    used = VllmDevice(device, largest)
+    used.timed = config.timeline is not None
+    return OpenedDevice(config, paged, segment, used, _node_of(device), model)

@@ -23,6 +23,7 @@ from kvpact.contract import (
     WorkerReport,
     load_id,
 )
+from kvpact.events.timeline import Timeline
 from kvpact.identity.loaded_adapters import LoadedAdaptersWriter
 from kvpact.identity.notices import NoticeWriter
 from kvpact.memory.arena import ArenaSegment
@@ -35,6 +36,7 @@ from kvpact.worker.paged import PagedKV
 from kvpact.worker.rank_jobs import EndedLoads, RankJobs
 from kvpact.worker.segment import Sharing, open_segment
 from kvpact.worker.step_reader import Wanted, reader_for, room_in_step
+from kvpact.worker.timed import follow_loads
 from kvpact.worker.transfer import RankTransfers
 
 
@@ -109,6 +111,8 @@ class CacheWorker(ExternalCacheWorker):
             cache_groups=paged.cache_groups,
         )
         self.memory = KVMemory(kv_caches, paged, transfers, self.jobs)
+        if self._config.timeline is not None:
+            follow_loads(Timeline(self._config.timeline), transfers)
 
     @property
     def transfers(self) -> RankTransfers | None:

@@ -24,6 +24,7 @@ import msgspec
 
 from kvpact.errors import KvpactError
 from kvpact_testkit.demo.messages import (
+    Arrivals,
     Call,
     Command,
     Crowd,
@@ -216,6 +217,13 @@ class EngineProcess:
     ) -> list[Output]:
         """Answer `prompts` while users leave at random. `options` are those of `Crowd`."""
         return self._ask(Crowd([list(prompt) for prompt in prompts], **options), timeout).outputs
+
+    def beside_decodes(
+        self, clients: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], apart: float, **options: Any
+    ) -> list[Output]:
+        """Answer `prompts` one by one, `apart` seconds apart, beside clients who decode; see `Arrivals`."""
+        command = Arrivals([list(one) for one in clients], [list(one) for one in prompts], apart, **options)
+        return self._ask(command, GENERATE_TIMEOUT).outputs
 
     def metrics(self, timeout: float = 20.0) -> dict[str, float]:
         """vLLM's own counters by name, such as "vllm:prefix_cache_hits", or "vllm:kvpact_read_blocks{disk}"."""

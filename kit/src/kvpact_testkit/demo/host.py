@@ -19,6 +19,7 @@ import msgspec
 
 from kvpact_testkit.demo.engine import STOP_TIMEOUT
 from kvpact_testkit.demo.messages import (
+    Arrivals,
     Call,
     Command,
     Crowd,
@@ -71,7 +72,7 @@ def main() -> None:
     os._exit(0)  # the engine's processes are gone; taking vLLM's modules apart would take 2 s more
 
 
-def _obey(llm: LLM, command: Generate | Crowd | ReadMetrics | Reset | Call) -> Reply:
+def _obey(llm: LLM, command: Generate | Crowd | Arrivals | ReadMetrics | Reset | Call) -> Reply:
     if isinstance(command, Call):
         module, _, name = command.function.partition(":")
         functions = [getattr(import_module(module), name)] if module else []
@@ -82,6 +83,8 @@ def _obey(llm: LLM, command: Generate | Crowd | ReadMetrics | Reset | Call) -> R
     if isinstance(command, ReadMetrics):
         counters = [metric for metric in llm.get_metrics() if type(metric).__name__ == "Counter"]
         return Reply(metrics={_name(counter): float(counter.value) for counter in counters})
+    if isinstance(command, Arrivals):
+        return Reply(outputs=_answer_arrivals(llm, command))
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -132,6 +135,52 @@ def _serve_crowd(llm: LLM, crowd: Crowd, sampling: SamplingParams) -> list[Outpu
                 times = {"seconds": time.monotonic() - began, "token_seconds": tuple(came[number])}
                 outputs[number] = msgspec.structs.replace(_output(result), **times)
     return [outputs[number] for number in range(len(crowd.prompts))]
+
+
+def _answer_arrivals(llm: LLM, command: Arrivals) -> list[Output]:
+    """Step the engine; prompts come when all clients have their first tokens."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    came: dict[str, list[float]] = {}
+    outputs: dict[str, Output] = {}
+
+    def arrive(name: str, prompt: list[int], max_tokens: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        came[name] = [time.monotonic()]
+
+    def step() -> None:
+        if not engine.has_unfinished_requests():
+            time.sleep(0.001)  # all clients have their last token: there is nothing to wait for
+            return
+        for result in engine.step():
+            name = result.request_id
+            came[name] += [time.monotonic()] * (len(result.outputs[0].token_ids) + 1 - len(came[name]))
+            began, *times = came[name]
+            seconds = tuple(at - began for at in times)
+            outputs[name] = msgspec.structs.replace(_output(result), seconds=seconds[-1], token_seconds=seconds)
+
+    clients = [f"client {number}" for number in range(len(command.clients))]
+    for name, prompt in zip(clients, command.clients, strict=True):
+        arrive(name, prompt, command.max_tokens)
+    while any(len(came[name]) <= command.lead for name in clients):
+        step()
+    due = time.monotonic()
+    prompts = [f"prompt {number}" for number in range(len(command.prompts))]
+    for name, prompt in zip(prompts, command.prompts, strict=True):
+        while time.monotonic() < due:
+            step()
+        arrive(name, prompt, 1)
+        due = time.monotonic() + command.apart
+        while name not in outputs:
+            step()
+    while time.monotonic() < due:
+        step()
+    engine.abort_request(clients)
+    while engine.has_unfinished_requests():
+        step()
+    return [outputs[name] for name in (*prompts, *clients)]
 
 
 def _output(result: RequestOutput) -> Output:

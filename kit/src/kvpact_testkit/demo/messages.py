@@ -40,6 +40,20 @@ class Crowd(msgspec.Struct, frozen=True, tag=True):
     seed: int = 0
 
 
+class Arrivals(msgspec.Struct, frozen=True, tag=True):
+    """Have `clients` decode; when each has `lead` tokens, answer `prompts` with one token each, one by one.
+
+    A prompt comes `apart` seconds after the one before it, or when that is answered, if later. The clients leave after
+    the last answer. The outputs are those of the prompts, then of the clients.
+    """
+
+    clients: list[list[int]]
+    prompts: list[list[int]]
+    apart: float
+    lead: int = 10
+    max_tokens: int = 4096
+
+
 class ReadMetrics(msgspec.Struct, frozen=True, tag=True):
     """vLLM's own counters, as its metrics endpoint shows them."""
 
@@ -65,7 +79,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Shut the engine down in order and leave."""
 
 
-Command: TypeAlias = Generate | Crowd | ReadMetrics | Reset | Call | Stop
+Command: TypeAlias = Generate | Crowd | Arrivals | ReadMetrics | Reset | Call | Stop
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -78,9 +92,9 @@ class Output(msgspec.Struct, frozen=True):
     """Prompt tokens that the engine did not compute, from its own cache or from outside."""
     first_token_seconds: float
     seconds: float = 0.0
-    """From the request's arrival to its end; of a `Crowd`, else 0."""
+    """From the request's arrival to its end; of a `Crowd` or `Arrivals`, else 0."""
     token_seconds: tuple[float, ...] = ()
-    """From the request's arrival to each of its tokens; of a `Crowd`."""
+    """From the request's arrival to each of its tokens; of a `Crowd` or `Arrivals`."""
 
     def same_answer(self, other: Output) -> bool:
         """Bit-identical tokens and log-probabilities, and an answer at all (a failed request can look like a hit)."""

@@ -74,6 +74,10 @@ class ClockedDevice:
         """True once the host's time is the event's."""
         return event <= self.now
 
+    def seconds_between(self, begin: float, end: float) -> float:
+        """Time from one event to the other."""
+        return end - begin
+
     def synchronize(self) -> None:
         """Have the host wait for all streams."""
         self.now = max(self.now, *self._streams.values())

@@ -47,6 +47,9 @@ class Device(Protocol):
     def is_done(self, event: Event) -> bool:
         """True if the event is done. Does not wait."""
 
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        """Device's time from one event to a later one, both done; asked for under a `Timeline` only."""
+
     def synchronize(self) -> None:
         """Wait until nothing is under way on the device."""
 

@@ -32,8 +32,9 @@ STEP_ENTRIES: Final = 4096
 """Most asynchronous copies that a step without decodes gives the device beside its forward pass: 2.5 ms at 0.6 us each.
 Beside decodes the scheduler's half sets the limit (`StepWork.max_copies`)."""
 
-PIECE_ENTRIES: Final = 4096
-"""Addresses made at a time: 64 times as many in one go take ten times as long, most of it for fresh memory."""
+PIECE_ENTRIES: Final = 4 * MAX_BATCH_ENTRIES
+"""Addresses made at a time, for several calls. With a fourth of it, a load of 262,144 copies takes the thread 1.6 times
+as long; all addresses at once would take fresh memory."""
 
 SHORT_ENTRIES: Final = STEP_ENTRIES // 2
 """Most copies of a load on a stream of its own, which passes longer ones: few steps submit it."""

@@ -11,6 +11,7 @@ from functools import partial
 
 from kvpact.config import KvpactConfig
 from kvpact.errors import ConfigError
+from kvpact.events.timeline import Timeline
 from kvpact.memory.arena import ArenaSegment
 from kvpact.memory.shared_slots import SharedSlots, take_turn
 from kvpact.units import format_size
@@ -20,6 +21,7 @@ from kvpact.worker.device.pinned import FIRST_SECONDS, PIN_LIMITS, PinnedSlots
 from kvpact.worker.device.proof import Proof
 from kvpact.worker.paged import PagedKV
 from kvpact.worker.round_trip import require_round_trip
+from kvpact.worker.timed import follow_copies
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ class OpenedDevice(DeviceTransferEngine):
 
         Raises ConfigError if the device or its copies cannot be used, and leaves nothing pinned.
         """
+        if config.timeline is not None:
+            follow_copies(Timeline(config.timeline), device)
         segment.place_pages(huge=config.huge_pages == "on", node=node)
         self._pinned = PinnedSlots(device, segment)
         try:
