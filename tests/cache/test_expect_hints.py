@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpact.cache.expected import LEAD_SECONDS
+from kvpact.cache.expected import LEAD_SECONDS, ExpectedTurn, ExpectedTurns
 from kvpact.hints.schema import KEY, Brought, parse_hints
 from kvpact.identity.keys import RequestIdentity
+from kvpact.index.retained_chains import RetainedChains
 from kvpact.metrics import MEMORY, series
 from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
@@ -259,3 +261,55 @@ def play(place: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_hints_of_all_kinds_leave_every_invariant_true(tmp_path: Path, seed: int) -> None:
     play(tmp_path, seed)
+
+
+def counts_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefetch counts as a hit."""
+    bring: Callable[..., bool] = getattr(ExpectedTurns, "_bring")  # noqa: B009
+
+    def counting(self: ExpectedTurns, turn: ExpectedTurn, now: float) -> bool:
+        for name in ("lookups", "hits"):
+            self.finder.tiers.metrics.add(name)
+        return bring(self, turn, now)
+
+    monkeypatch.setattr(ExpectedTurns, "_bring", counting)
+
+
+def acts_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expired hint acts: what was brought for a turn that did not come is retained on and on."""
+    expect = ExpectedTurns.expect
+    monkeypatch.setattr(
+        ExpectedTurns, "expect", lambda self, state, keys, seconds: expect(self, state, keys, seconds + 1e6)
+    )
+
+
+def brings_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is read at once, and lies in memory until it is due."""
+    monkeypatch.setattr("kvpact.cache.expected.LEAD_SECONDS", 1e6)
+
+
+def takes_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client's expected turns end what another one retains."""
+    monkeypatch.setattr(RetainedChains, "room_after", lambda self, known, owner: SLOTS)
+
+
+@pytest.mark.parametrize("break_it", [counts_a_hit, acts_after_its_time, brings_too_early, takes_all_memory])
+def test_the_scenes_catch_a_broken_prefetch(
+    break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    break_it(monkeypatch)
+    caught = 0
+    for number, check in enumerate(
+        (
+            test_the_blocks_of_an_expected_turn_are_there_before_it_and_not_earlier_than_needed,
+            test_a_prefetch_counts_no_hit_and_opens_no_plan,
+            test_what_is_brought_outlives_a_flood_until_a_while_after_it_was_due,
+            test_only_a_fifth_of_memory_is_brought_and_no_other_retention_ends_for_it,
+        )
+    ):
+        (tmp_path / str(number)).mkdir()
+        try:
+            check(Expecting(tmp_path / str(number)))
+        except AssertionError:
+            caught += 1
+    assert caught, "nothing was wrong"

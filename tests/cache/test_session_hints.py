@@ -187,3 +187,11 @@ def test_p12_a_million_names_stay_within_the_stated_bytes() -> None:
     assert sum(map(sys.getsizeof, (table, *table.keys(), *table.values()))) <= MOST_BYTES
     sessions.leave("", "first")
     assert len(sessions) == MOST_SESSIONS - 1
+
+
+def test_a_session_by_its_name_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant's hint evicts another's."""
+    enter = Sessions.enter
+    monkeypatch.setattr(Sessions, "enter", lambda self, salt, name: enter(self, "", name))
+    with pytest.raises(AssertionError):
+        test_another_salt_has_no_session_of_that_name(Scene(SLOTS, hints="clients"))
