@@ -162,17 +162,18 @@ class Trace:
         engine = EngineKV(namespace.digest, one_group(self.unit))
         cache = PactCache(config, engine, arena=arena, tiers=[disk], clock=lambda: now)
 
-        def work() -> None:
+        def work() -> bool:
             cache.apply_report(obey(cache.end_step()))
             disk.advance()
+            return cache.pending > 0
 
         sessions: list[int] = []
         at_once: list[int] = []
         for number, turn in enumerate(self.turns):
             now = max(now, turn.at - STEP_SECONDS)
-            while cache.pending or now < turn.at:
-                work()
-                now = now if cache.pending else turn.at
+            while work():
+                pass
+            now = turn.at
             sessions.append(sessions[turn.before] if turn.before >= 0 else number)
             names = turn.names[:-1] if self.unit == 1 else turn.names
             request = Request(str(number), [*names, 0], RequestIdentity(salt=turn.salt))
@@ -188,8 +189,8 @@ class Trace:
             if match.num_tokens:
                 cache.commit_external_match(request, match, match.num_tokens, table)
             cache.note_computed(request, len(request.token_ids), lambda: table)
-            while cache.pending:
-                work()
+            while work():
+                pass
             cache.request_finished(request.request_id)
         now += MOST_SECONDS
         work()

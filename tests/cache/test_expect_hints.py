@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from kvpact.cache.expected import LEAD_SECONDS, ExpectedTurn, ExpectedTurns
+from kvpact.cache.status import EngineStatus, status_of
+from kvpact.cli.status import status_lines
 from kvpact.hints.schema import KEY, Brought, parse_hints
 from kvpact.identity.keys import RequestIdentity
 from kvpact.index.retained_chains import RetainedChains
@@ -186,6 +188,16 @@ def test_without_a_tier_nothing_is_expected() -> None:
     scene.cache.note_hints(asking, hints)
     scene.run_cold(asking)
     assert hints.described()["expect_in"] == "rejected: there is no tier below memory"
+
+
+def test_status_says_what_is_expected_and_how_much_was_used(scene: Expecting) -> None:
+    scene.turn(1, session="one", expect_in=60)
+    scene.turn(2, session="two", expect_in="1h")
+    scene.forget_memory()
+    scene.pass_until(59)
+    scene.pass_until(1000)
+    found = EngineStatus.parse(status_of(scene.cache, scene.cache.metrics, "m", BLOCK_SIZE).encoded())
+    assert dict(status_lines(found))["expected"] == "turns: 1; blocks read before one: 0 used, 4 unused"
 
 
 def test_a_failed_read_costs_the_hint_alone(scene: Expecting) -> None:

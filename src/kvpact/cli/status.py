@@ -147,7 +147,7 @@ def status_lines(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     brought = {use: engine.count("brought_blocks", use) for use in Brought}
     if expected or any(brought.values()):
         text = ", ".join(f"{blocks:,} {use}" for use, blocks in brought.items())
-        yield "expected", f"{expected:,} turns; blocks brought before one: {text}"
+        yield "expected", f"turns: {expected:,}; blocks read before one: {text}"
     yield from _tenants_of(engine)
     if engine.announced_blocks is not None:
         yield "events", f"on, {engine.announced_blocks:,} blocks announced"
