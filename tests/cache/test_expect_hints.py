@@ -16,9 +16,12 @@ from kvpact.hints.schema import KEY, Brought, parse_hints
 from kvpact.identity.keys import RequestIdentity
 from kvpact.index.retained_chains import RetainedChains
 from kvpact.metrics import MEMORY, series
+from kvpact.tiers.base import UNSEALED, Tier
+from kvpact.tiers.shared.tier import SharedTier
 from kvpact_testkit.faults import Fault, Faults, FaultyTier, Operation
+from kvpact_testkit.tier.dictionary_store import DictionaryStore
 from kvpact_testkit.tier.stepped_executor import SteppedExecutor
-from scenes import BLOCK_SIZE, Scene, SceneRequest, open_disk, tokens
+from scenes import BLOCK_SIZE, NAMESPACE, PAGE, Scene, SceneRequest, open_disk, tokens
 
 SLOTS = 40
 BLOCKS = 4
@@ -31,9 +34,9 @@ def request(name: str, seed: int, blocks: int = BLOCKS) -> SceneRequest:
 class Expecting(Scene):
     """A cache over a disk, whose reads and writes end when told to."""
 
-    def __init__(self, place: Path, slots: int = SLOTS, **settings: Any) -> None:
+    def __init__(self, place: Path, slots: int = SLOTS, tier: Tier | None = None, **settings: Any) -> None:
         self.faults = Faults()
-        self.queue = SteppedExecutor(FaultyTier(open_disk(place, 256), self.faults), 1 << 30)
+        self.queue = SteppedExecutor(tier or FaultyTier(open_disk(place, 256), self.faults), 1 << 30)
         super().__init__(slots, tiers=[self.queue], hints="clients", **settings)
         assert self.cache.retaining is not None
         self.hinted = self.cache.retaining
@@ -198,6 +201,20 @@ def test_status_says_what_is_expected_and_how_much_was_used(scene: Expecting) ->
     scene.pass_until(1000)
     found = EngineStatus.parse(status_of(scene.cache, scene.cache.metrics, "m", BLOCK_SIZE).encoded())
     assert dict(status_lines(found))["expected"] == "turns: 1; blocks read before one: 0 used, 4 unused"
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_shared_store_is_asked_before_it_is_read(tmp_path: Path, forgets: bool) -> None:
+    store = DictionaryStore()
+    scene = Expecting(tmp_path, tier=SharedTier(store, NAMESPACE, PAGE, seal=UNSEALED))
+    scene.turn(1, expect_in=60)
+    scene.forget_memory()
+    if forgets:
+        store.records.clear()
+    scene.pass_until(59)
+    assert scene.resident(1) == (0 if forgets else BLOCKS)
+    scene.pass_until(1000)
+    assert scene.brought() == [0, 0 if forgets else BLOCKS]
 
 
 def test_a_failed_read_costs_the_hint_alone(scene: Expecting) -> None:
