@@ -7,6 +7,11 @@ pauses, of 1 min to 1 h, as many as fit a fifth of memory. `paused_hit`: percent
 `lost_back`: percent kept of what least-recently-used lost of those. `others_fall`: points that others lose. `unused`:
 percent of retained blocks that the next turn did not use. Flood: another tenant with ten times the load, without shares
 of tenants, and with a share of 2 % of memory; its copies of the trace have salts of their own, all of them its.
+
+Over a disk that holds all: least-recently-used, and `expect_in` instead of `retain` by the same clients, without the
+last block of a `chat` prompt, which is partly filled. `paused_in_memory`: percent of the turns after those pauses whose
+blocks need no read when they come, by their blocks. `brought`: blocks that were read before they came;
+`brought_unused`: percent of these that the next turn did not load.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice, takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
@@ -26,16 +32,22 @@ from benchmarks.groups import Request, obey
 from benchmarks.host_hits import DATA, UNIT, coding_sessions
 from benchmarks.needs import require_known
 from kvpact import EngineKV, Namespace, PactCache, RequestIdentity, load_config
-from kvpact.hints.schema import KEY, MOST_SECONDS, parse_hints
+from kvpact.hints.schema import KEY, MOST_SECONDS, Brought, parse_hints
 from kvpact.identity.groups import one_group
 from kvpact.identity.tenants import WHOLE, Tenants
 from kvpact.index.retained_chains import SHARE
 from kvpact.memory.arena import Arena, ArenaSegment
+from kvpact.metrics import series
+from kvpact.tiers.disk.tier import DiskTier
+from kvpact_testkit.tier.stepped_executor import SteppedExecutor
 
 AT_ONCE: Final = 50
 COPIES: Final = 11
 LEAST_SECONDS: Final = 60.0
 MARGIN_SECONDS: Final = 1.0
+STEP_SECONDS: Final = 0.25
+"""An engine steps so long before a prompt comes, at the latest."""
+PAGE: Final = 4096
 FLOOD_PARTS: Final = WHOLE // 50
 """Share of the flood's tenant."""
 
@@ -135,6 +147,58 @@ class Trace:
         cache.shutdown()
         return found
 
+    def play_over_disk(self, expect: Mapping[int, float], folder: Path) -> tuple[list[int], list[float]]:
+        """Serve all prompts as `play`, over a disk that holds all; after some of them the next turn is expected in so
+        many seconds. Returns the blocks of each prompt, where all that it hit was in memory, or 0, and the blocks that
+        were brought before a turn: used and unused ones.
+        """
+        now = 0.0
+        table = range(1, 2 + max(len(turn.names) for turn in self.turns) // self.unit)
+        namespace = Namespace({"model": "benchmark"})
+        room = 8 * PAGE + (2 * PAGE) * self.blocks(range(len(self.turns)))
+        disk = SteppedExecutor(DiskTier.open(folder, namespace, PAGE, room), 1 << 30)
+        arena = Arena([ArenaSegment.create(self.memory, PAGE)])
+        config = load_config({"hints": "clients", "recompute_if_faster": False}, {})
+        engine = EngineKV(namespace.digest, one_group(self.unit))
+        cache = PactCache(config, engine, arena=arena, tiers=[disk], clock=lambda: now)
+
+        def work() -> bool:
+            cache.apply_report(obey(cache.end_step()))
+            disk.advance()
+            return cache.pending > 0
+
+        sessions: list[int] = []
+        at_once: list[int] = []
+        for number, turn in enumerate(self.turns):
+            now = max(now, turn.at - STEP_SECONDS)
+            while work():
+                pass
+            now = turn.at
+            sessions.append(sessions[turn.before] if turn.before >= 0 else number)
+            names = turn.names[:-1] if self.unit == 1 else turn.names
+            request = Request(str(number), [*names, 0], RequestIdentity(salt=turn.salt))
+            wanted = {"expect_in": expect[number]} if number in expect else {}
+            if (hints := parse_hints({KEY: {"session": str(sessions[-1]), **wanted}})) is not None:
+                cache.note_hints(request, hints)
+            cache.on_new_request(request)
+            match = cache.prepare_external_match(request, 0)
+            at_once.append(match.num_tokens // self.unit if match is not None else 0)
+            while match is None:
+                work()
+                match = cache.prepare_external_match(request, 0)
+            if match.num_tokens:
+                cache.commit_external_match(request, match, match.num_tokens, table)
+            cache.note_computed(request, len(request.token_ids), lambda: table)
+            while work():
+                pass
+            cache.request_finished(request.request_id)
+        now += MOST_SECONDS
+        work()
+        cache.check()
+        brought = [cache.observe()[series("brought_blocks", use)] for use in Brought]
+        cache.shutdown()
+        return at_once, brought
+
     def hit(self, found: Sequence[int], numbers: Collection[int]) -> float:
         """Percent of these turns' blocks that were hit."""
         return round(100 * sum(found[number] for number in numbers) / max(1, self.blocks(numbers)), 2)
@@ -174,6 +238,19 @@ def pause_rows(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
     yield row | {name: round(value, 2) for name, value in figures.items()} | {"missed": ", ".join(missed) or "none"}
 
 
+def expect_rows(name: str, trace: Trace) -> Iterator[dict[str, Any]]:
+    """One row for least-recently-used over a disk, and one where the next turn is expected after the longest pauses."""
+    paused, hints = trace.longest_pauses()
+    row = {"trace": name, "memory": trace.memory, "turns": len(trace.turns), "asking": len(paused)}
+    expected = {before: seconds - MARGIN_SECONDS for before, seconds in hints.items()}
+    for load, expect in (("LRU over a disk", {}), ("expect_in over a disk", expected)):
+        with TemporaryDirectory(prefix="kvpact-retained-") as folder:
+            at_once, brought = trace.play_over_disk(expect, Path(folder))
+        unused = round(100 * brought[1] / max(1, sum(brought)), 2)
+        figures = {"paused_in_memory": trace.hit(at_once, paused), "brought": sum(brought), "brought_unused": unused}
+        yield row | {"load": load} | figures | {"missed": "brought_unused" if unused > 10 else "none"}
+
+
 def flood_rows(name: str, alone: Trace, copies: Iterable[Iterator[Turn]]) -> Iterator[dict[str, Any]]:
     """One row for the others alone, who ask as in `pause_rows`, and three beside a flood: without hints, with hints,
     and with hints and shares."""
@@ -199,9 +276,13 @@ def flood_rows(name: str, alone: Trace, copies: Iterable[Iterator[Turn]]) -> Ite
 
 
 def rows(
-    traces: tuple[str, ...] = tuple(TRACES), requests: int = 60_000, flood_requests: int = 1_500, data: Path = DATA
+    traces: tuple[str, ...] = tuple(TRACES),
+    requests: int = 60_000,
+    flood_requests: int = 1_500,
+    disk_requests: int = 6_000,
+    data: Path = DATA,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the pauses in so many requests, and of a flood beside so many; 0: of none."""
+    """Rows of the pauses in so many requests, of a flood beside so many, and over a disk of so many; 0: of none."""
     require_known("--traces", traces, TRACES)
     for name in traces:
         read, unit = TRACES[name]
@@ -211,6 +292,8 @@ def rows(
         else:
             trace.memory = len({block for turn in trace.turns for block in turn.names}) // 10
         yield from pause_rows(name, trace)
+        if disk_requests:
+            yield from expect_rows(name, replace(trace, turns=trace.turns[:disk_requests]))
         if flood_requests:
             alone = replace(trace, turns=trace.turns[:flood_requests])
             yield from flood_rows(name, alone, [read(data, copy) for copy in range(1, COPIES)])

@@ -125,13 +125,16 @@ def test_retained_blocks_are_there_after_the_longest_pauses_unless_a_flood_retai
     cut = (Path(__file__).parent / "data" / "conversation_trace_600.jsonl").read_text().splitlines()
     timed = [json.dumps(json.loads(line) | {"timestamp": 1000 * number}) for number, line in enumerate(cut)]
     (tmp_path / "mooncake_conversation.jsonl").write_text("\n".join(timed))
-    small = ("--traces", "chat", "--flood-requests", "200", "--data", str(tmp_path))
-    plain, retained, *floods = rows_of("retained", *small)
+    small = ("--traces", "chat", "--flood-requests", "200", "--disk-requests", "300", "--data", str(tmp_path))
+    plain, retained, below, expected, *floods = rows_of("retained", *small)
     assert min(plain["asking"], retained["lost_blocks"]) > 0
     assert plain["paused_hit"] + 50 < retained["paused_hit"]
     assert 50 <= retained["lost_back"] <= 100
     assert retained["others_fall"] == pytest.approx(plain["others_hit"] - retained["others_hit"], abs=0.011)
     assert ("others_fall" in retained["missed"]) == (retained["others_fall"] > 1)
+    assert below["brought"] == 0 < expected["brought"]
+    assert below["paused_in_memory"] + 50 < expected["paused_in_memory"]
+    assert (expected["brought_unused"], expected["missed"]) == (pytest.approx(0, abs=10), "none")
     loads = ["no flood", "flood, no shares", "flood with retain, no shares", "flood with retain, shares"]
     assert [row["load"] for row in floods] == loads
     assert floods[0]["paused_hit"] >= floods[1]["paused_hit"] > floods[2]["paused_hit"] < floods[3]["paused_hit"]

@@ -16,7 +16,7 @@ from typing import Final, Literal, TypeAlias
 
 from kvpact.contract import ExternalMatchExit
 from kvpact.errors import PactViolation
-from kvpact.hints.schema import HintResult
+from kvpact.hints.schema import Brought, HintResult
 from kvpact.tiers.backends import MEMORY as MEMORY
 from kvpact.tiers.backends import NEIGHBOURS
 
@@ -209,6 +209,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("events_sent", "counter", "blocks", "Blocks in KV events sent, stored and removed ones."),
     Metric("events_late", "counter", "blocks", "Stored blocks not announced, as too many waited; later requests do."),
     Metric("hints", "counter", "hints", "Hints of clients, by outcome; see docs/hints.md.", "outcome", HintResult),
+    Metric("brought_blocks", "counter", "blocks", "Blocks read before an expected turn, by use.", "use", Brought),
     Metric("resets", "counter", "resets", "Resets; blocks stored before one are not served after it."),
     Metric("refuted_copies", "counter", "engines", "Engines that found a wrong device copy and stopped copying."),
     Metric("unproven_copies", "gauge", "engines", "Engines that still check every device copy: tiers get no blocks."),

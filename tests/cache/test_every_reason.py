@@ -229,6 +229,7 @@ ELSEWHERE = {
     "lost_answer_tokens": "tests/under_vllm/test_offers_of_states.py",
     "events_sent": "tests/under_vllm/test_kv_events.py",
     "events_late": "tests/test_event_queue.py",
+    "brought_blocks": "tests/cache/test_expect_hints.py",
     "hints": "tests/under_vllm/test_client_hints.py",
     "hook_errors": "tests/under_vllm/test_guard.py",
     "refuted_copies": "kit/tests/test_vllm_devices.py",

@@ -277,7 +277,7 @@ def ends_another_owners(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def retains_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tenant's hint evicts another's blocks: what it retains goes last of all."""
-    monkeypatch.setattr(RetainedChains, "_most", lambda self, owner: 8)
+    monkeypatch.setattr(RetainedChains, "most", lambda self, owner: 8)
     monkeypatch.setattr(OwnerShares, "_above", lambda self: {})
 
 

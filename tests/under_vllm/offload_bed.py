@@ -90,10 +90,10 @@ class Bed:
         self.memory = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self._contexts: dict[str, Any] = {}
 
-    def request(self, name: str) -> Any:
-        """The context of a request, which begins with the first call."""
+    def request(self, name: str, params: dict[str, Any] | None = None) -> Any:
+        """The context of a request, which begins with the first call, and its `kv_transfer_params`."""
         if name not in self._contexts:
-            self._contexts[name] = ReqContext(name)
+            self._contexts[name] = ReqContext(name, params)
             self.manager.on_new_request(self._contexts[name])
         return self._contexts[name]
 

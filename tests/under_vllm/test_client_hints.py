@@ -148,6 +148,40 @@ def test_outcomes_that_are_sent_back_change_nothing(start: Callable[..., PlayedE
     assert stored(engine, PROMPT) == BLOCKS
 
 
+def test_vllms_own_session_needs_no_hint_and_its_end_is_one(start: Callable[..., PlayedEngine]) -> None:
+    engine = start()
+    other = make_prompt(2, BLOCKS)
+    silent = engine.generate(PROMPT, 3, session_id="chat 7")
+    assert silent.returned_params is None, "a name alone is no hint"
+    ended = {"kv_transfer_params": {"kvpact": {"release": True}}}
+    assert outcomes(engine.generate(other, 3, extra_args=ended, session_id="chat 7")) == {"release": "accepted"}
+    assert "rejected: " in outcomes(engine.generate(other, 3, extra_args=ended))["release"]
+    assert "rejected: " in outcomes(engine.generate(other, 3, extra_args=ended, session_id="s" * 300))["release"]
+    new = outcomes(engine.generate(other, 3, extra_args=ended, session_id="chat 7", cache_salt="mallory"))["release"]
+    assert new.startswith("clipped: the session is new, or was forgotten")
+    assert stored(engine, PROMPT) == BLOCKS, "it goes first, and nobody needed room"
+    assert not engine.counts["hook_errors"]
+
+
+def test_hints_come_in_vllms_envelope_too(start: Callable[..., PlayedEngine]) -> None:
+    """`kv_transfer_params` count before it, and of several actions the first of our type."""
+    hints = pytest.importorskip("vllm.v1.kv_hints", reason="this release has no envelope")
+
+    def envelope(*actions: tuple[str, dict[str, Any]]) -> Any:
+        made = [hints.KvHintAction(str(at), kind, "1", payload) for at, (kind, payload) in enumerate(actions)]
+        return hints.KvHintsEnvelope("1", "message", made)
+
+    engine = start()
+    both = envelope(("other", {"store": "prompt"}), ("kvpact", {"store": "none"}), ("kvpact", {"colour": 1}))
+    assert outcomes(engine.generate(PROMPT, 3, kv_hints=both)) == {"store": "accepted"}
+    assert stored(engine, PROMPT) == 0
+    own = {"kv_transfer_params": {"kvpact": {"retain": "1m"}}}
+    assert [*outcomes(engine.generate(PROMPT, 3, kv_hints=both, extra_args=own))] == ["retain"]
+    foreign = {"kv_transfer_params": {"other": 1}}
+    assert outcomes(engine.generate(PROMPT, 3, kv_hints=both, extra_args=foreign)) == {"store": "accepted"}
+    assert engine.generate(PROMPT, 3, kv_hints=envelope(("other", {"store": "none"}))).returned_params is None
+
+
 def test_a_cancelled_request_is_counted_once(start: Callable[..., PlayedEngine]) -> None:
     engine = start()
     played = engine.add(PROMPT, 3, {"kv_transfer_params": {"kvpact": {"store": "none", "colour": 1}}})

@@ -291,6 +291,21 @@ def test_h38_under_the_plain_spec_the_tier_stores_nothing_of_a_request_that_live
         assert one.tier.get_stats().data["data"].get("vllm:kvpact_written_blocks") is None
 
 
+@pytest.mark.parametrize(("allowed", "stored"), [("clients", 0), ("off", 4)])
+def test_a_client_keeps_its_request_out_of_the_tier_where_hints_are_allowed(
+    allowed: str, stored: int, tmp_path: Path
+) -> None:
+    settings = disk(tmp_path) | {"hints": allowed}
+    with bed(settings) as one:
+        one.request("hinted", {"kvpact": {"store": "none"}})
+        assert one.compute("hinted", keys_of(1, 4), 20), "vLLM's own memory takes it"
+        one.finish("hinted")
+        assert one.compute("plain", keys_of(2, 4), 20)
+        one.rest()
+    with bed(settings) as next_life:
+        assert [next_life.find(f"reader {prompt}", keys_of(prompt, 4)) for prompt in (1, 2)] == [stored, 4]
+
+
 @KINDS
 def test_a_reset_waits_until_nothing_reads_or_writes(kind: Any, tmp_path: Path, hanging: Hanging) -> None:
     with bed(kind(tmp_path)) as one:

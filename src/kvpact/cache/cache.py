@@ -95,7 +95,6 @@ class PactCache(ExternalCache):
         """Blocks that the running step's commits load into."""
         epochs = self._epochs = Epochs(config.weights_version)
         tags = BlockTags()
-        ranks = arena.num_ranks
         records = Records(clock)
         requests = self.requests = Requests(namespace, groups, epochs, tags, records, self._renamed, tenants)
         lifetime = config.plan_lifetime
@@ -104,10 +103,9 @@ class PactCache(ExternalCache):
             cast("Callable[[PlanLease], None]", index.unpin), lifetime, kept_waiting=anew, note_ended=records.note_ended
         )
         load_budget = self._load_budget = LoadBudget(config.sync_load_budget, arena.rank_slot_bytes, copies_per_block)
-        jobs = self._jobs = TransferJobs(ranks, config.load_deadline / 3, number_of(index))
+        jobs = self._jobs = TransferJobs(arena.num_ranks, config.load_deadline / 3, number_of(index))
         timeout = config.prepare_deadline or config.load_deadline
-        shares = config.share_drawn_epochs
-        below = self.tiers = TierSet(arena, metrics, clock, budget, timeout, shares)
+        below = self.tiers = TierSet(arena, metrics, clock, budget, timeout, config.share_drawn_epochs)
         memory = Memory(index, ledger)
         engine_groups = EngineGroups(groups, classes, arena.class_bytes)
         queue = self._queue = Queue(lambda: index.usable_slots, groups.block_size)
@@ -116,15 +114,15 @@ class PactCache(ExternalCache):
         self._is_proven = arena.standing is Standing.PROVEN
         is_plain = groups == one_group(groups.block_size)
         is_biased = is_plain and (config.hints != "off" or tenants is not None)
-        self.retaining = Retaining(index, clock, tenants) if is_biased else None
-        self._observer = Observer(ledger, index, below, epochs, self.retaining)
         self.announcements = Announcements(events, requests, index) if events is not None else None
         writes = self.writeback = WriteBack(below, memory, epochs, seen_once, self.announcements)
         reads = self._prefetcher = Prefetcher(below, memory, writes)
-        saves = self._saves = Saves(memory, engine_groups, jobs, tags, writes, queue, self.announcements)
-        self.saves = Offloader(config, saves)
-        self._steps = StepLookups(requests, ledger, below, ranks)
         finder = self._finder = Finder(config, engine_groups, reads, epochs, others)
+        kept = self.retaining = Retaining(finder, requests, queue, clock, tenants) if is_biased else None
+        self._observer = Observer(ledger, index, below, epochs, kept)
+        saves = self._saves = Saves(memory, engine_groups, jobs, tags, writes, queue, self.announcements, kept)
+        self.saves = Offloader(config, saves)
+        self._steps = StepLookups(requests, ledger, below, arena.num_ranks)
         self._planner = Planner(config, ledger, engine_groups, finder, jobs, load_budget, queue)
         self._loads = Loads(requests, ledger, saves, load_budget, config.load_deadline, others)
         self._open(tiers)
@@ -189,9 +187,12 @@ class PactCache(ExternalCache):
 
     def note_hints(self, request: EngineRequest, hints: Hints) -> None:
         """See `SupportsHints`: the record of the request has the outcomes from now on."""
-        if self.retaining is None:
-            hints.refuse_retention("not for models with several KV cache groups")
-        self.requests.of(request).note_hints(hints, self._block_size)
+        state = self.requests.of(request)
+        if self.retaining is not None:
+            self.retaining.note_hints(state, hints)
+        else:
+            hints.refuse_all("not for models with several KV cache groups", but="store")
+        state.note_hints(hints, self._block_size)
 
     def prepare_external_match(self, request: EngineRequest, num_computed_tokens: int) -> ExternalKVMatch | None:
         """See `ExternalCache`. Reads memory only; what a lower tier holds is fetched during "ask again later"."""
@@ -310,7 +311,7 @@ class PactCache(ExternalCache):
             self.index.use_slots(usable)
         self._finder.prefill.note_step(max(0, self._computing), now)
         if self.retaining is not None:
-            self.retaining.chains.end_expired(now)
+            self.retaining.end_step(now)
         self.saves.put_off.order(now)
         if self._saves.lazy is not None:
             self.saves.order_what_is_leaving(self._loading, max(0, self._computing), now)
@@ -422,7 +423,7 @@ class PactCache(ExternalCache):
         self.ledger.end_all(EndReason.CACHE_RESET)
         self._jobs.recall()
         if self.retaining is not None:
-            self.retaining.chains.end_all()
+            self.retaining.forget()
         self.saves.clear()
         self.writeback.clear()
         self.neighbours.reset()

@@ -107,6 +107,8 @@ class RequestState:
     """Hints of its client; None if it brought none."""
     stored_end: int = ALL_ROWS
     """First of its rows that are not stored, by its client's wish."""
+    session: int = 0
+    """Session of its client, as `Sessions` numbers them; 0 without one."""
     owner: int = 0
     """Tenant to whom its blocks belong in memory, as `Tenants` numbers them; 0 for others."""
 

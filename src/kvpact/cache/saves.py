@@ -16,6 +16,7 @@ from kvpact.cache.memory import Memory
 from kvpact.cache.needs.engine_groups import EngineGroups
 from kvpact.cache.needs.owed import Computed, Owed
 from kvpact.cache.needs.runs import linked, loose
+from kvpact.cache.retaining import Retaining
 from kvpact.cache.tier_set import TierSet
 from kvpact.cache.waiting import Queue
 from kvpact.cache.writeback import WriteBack
@@ -37,6 +38,8 @@ class Saves:
     queue: Queue
     """The requests that wait for room to read."""
     announcements: Announcements | None = None
+    retaining: Retaining | None = None
+    """Notes whose blocks they are; None: no client can release them."""
     tiers: TierSet = field(init=False)
     lazy: LazyOffload | None = field(default=None, init=False)
     """None: blocks are saved as they are computed."""
@@ -114,6 +117,8 @@ class Saves:
         if evicted:
             metrics.add("evicted_blocks", evicted, MEMORY)
         owed.run.slots = slots
+        if self.retaining is not None:
+            self.retaining.note_saving(owed.request_id, slots)
         if self.context is not None and not owed.is_held:
             self.context.touch(owed.run.block_ids[::-1])  # as `release` gives them back, mostly
         self.jobs.order_save(owed, taken.pin, now)

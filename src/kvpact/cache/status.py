@@ -90,6 +90,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     verdict: StartVerdict = StartVerdict()
     remedies: dict[str, str] = {}
     """Series of lookups, or tokens, that lacked a state -> the option that keeps it."""
+    expected_turns: int = 0
+    """Turns of sessions that clients' hints expect."""
     announced_blocks: int | None = None
     """Blocks that routers know of, counted in each place; None: the engine publishes no KV events."""
     time: float = 0.0
@@ -237,6 +239,7 @@ def status_of(
     found.metrics[series("capacity_blocks", MEMORY)] = cache.index.num_slots
     if cache.retaining is not None:
         found.metrics["retained_blocks"] = cache.retaining.chains.blocks
+        found.expected_turns = len(cache.retaining.expected)
         found.metrics |= {series("tenant_blocks", *of): blocks for *of, blocks in cache.retaining.by_tenant()}
     arena = cache.tiers.arena
     found.metrics["unproven_copies"] = int(arena.standing is Standing.OPEN)

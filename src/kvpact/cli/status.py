@@ -21,6 +21,7 @@ from kvpact.cache.status import EngineStatus, TierState, status_document, troubl
 from kvpact.cache.status_socket import NO_PLACE, answers, places
 from kvpact.cli.screen import console, print_json, table
 from kvpact.errors import DataError, KvpactError, printable, reason_of
+from kvpact.hints.schema import Brought
 from kvpact.metrics import MEMORY, MISS_HINTS, PREFIX, Metrics, UnmadeCheck, explain_misses, series
 from kvpact.tiers.backends import NEIGHBOURS
 from kvpact.units import format_age
@@ -142,6 +143,11 @@ def status_lines(engine: EngineStatus) -> Iterator[tuple[str, str]]:
     if retained:
         part = retained / max(1, engine.count("capacity_blocks", MEMORY))
         yield "retained", f"{part:.1%} of memory, {retained:,} blocks, by clients' hints"
+    expected = engine.expected_turns
+    brought = {use: engine.count("brought_blocks", use) for use in Brought}
+    if expected or any(brought.values()):
+        text = ", ".join(f"{blocks:,} {use}" for use, blocks in brought.items())
+        yield "expected", f"turns: {expected:,}; blocks read before one: {text}"
     yield from _tenants_of(engine)
     if engine.announced_blocks is not None:
         yield "events", f"on, {engine.announced_blocks:,} blocks announced"

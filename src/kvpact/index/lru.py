@@ -126,6 +126,8 @@ class LeastRecentlyUsed:
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         self._used_each[rows] = np.arange(self.now + 1, self.now + 1 + count)
         self.now += count
+        if self._retention is not None:
+            self._retention.inserted(rows)
 
     def attached(self, rows: slice | RowArray, slot_class: int, parents: Sequence[int]) -> None:
         """See `EvictionPolicy`: the rows that they are attached to learn of their uses when they are gone."""
@@ -140,6 +142,9 @@ class LeastRecentlyUsed:
     def outdated(self, rows: Sequence[int], parent: int) -> None:
         """See `EvictionPolicy`: their tick is 0 from now on."""
         self.gone(rows, parent)
+        if isinstance(rows, range):
+            self._used_each[rows.start : rows.stop] = 0
+            return
         for row in rows:
             self._used[row] = 0
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from kvpact.identity.keys import BlockKey
 from kvpact.index.retention import Retention
 from kvpact.index.shares import OwnerShares
+from kvpact.index.sole_users import SoleUsers
 from kvpact.index.table import Table
 
 SHARE: Final = 5
@@ -28,6 +31,7 @@ class RetainedChains:
         owners = self.shares.owner_of if self.shares is not None else ()
         self._retention = Retention(table.links, owners, 1 + len(parts))
         table.policy.spare(self._retention)
+        self.users = SoleUsers(table, self._retention)
 
     @property
     def blocks(self) -> int:
@@ -38,16 +42,24 @@ class RetainedChains:
         """Retained blocks of an owner."""
         return self._retention.rows_of[owner]
 
-    def _most(self, owner: int) -> int:
+    def most(self, owner: int) -> int:
         """Blocks of an owner that may be retained."""
         room = self.shares.shares[owner] if self.shares is not None else self._table.space.usable
         return room // SHARE
+
+    def room_after(self, known: Sequence[BlockKey], owner: int) -> int:
+        """Blocks of an owner that may be retained together with all known blocks of the chain `known`, before its
+        oldest retention ends; below 0 if these are too many."""
+        retention = self._retention
+        rows = np.array([*map(self._table.keys.find, known)], np.int64)
+        retained = int(np.count_nonzero(retention.counts_each[rows]))
+        return self.most(owner) - retention.rows_of[owner] - (len(known) - retained)
 
     def retain(self, keys: Sequence[BlockKey], until: float) -> int:
         """Retain the first of the known blocks `keys`, a chain from its first block on, as many as the owner's share
         has room for; returns their number. The owner's older retentions end to make that room, the oldest first."""
         owner = self._retention.owner_of(self._table.keys.find(keys[0])) if keys else 0
-        room = self._most(owner)
+        room = self.most(owner)
         most = min(len(keys), room)
         if most:
             row = self._table.keys.find(keys[most - 1])

@@ -1,7 +1,7 @@
 """Retention: chains that are evicted after all others for a time, and never locked.
 
-Owns which rows are retained, by which chains, and until when. Knows no keys and no clock; the policy spares these rows,
-and ends the oldest retention where it has nothing else to evict.
+Owns which rows are retained, by which chains, and until when; and the only user of each row's block. Knows no keys and
+no clock; the policy spares retained rows, and ends the oldest retention where it has nothing else to evict.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from typing import Final
 import numpy as np
 
 from kvpact.errors import PactViolation
-from kvpact.index.key_table import FEW, zeros
+from kvpact.index.key_table import FEW, RowArray, zeros
 from kvpact.index.links import Links, selection
 
 EXPIRED_PER_CALL: Final = 256
 """Most retentions that one call ends because their time has passed: less than a millisecond. Later calls end others."""
+
+NOBODY: Final = 0
+"""Several users of a block, or an unknown one."""
 
 
 class Retention:
@@ -27,7 +30,7 @@ class Retention:
     nothing else to evict.
     """
 
-    __slots__ = ("_ends", "_links", "_owner_of", "_times", "counts", "counts_each", "rows", "rows_of")
+    __slots__ = ("_ends", "_links", "_owner_of", "_times", "counts", "counts_each", "rows", "rows_of", "users")
 
     def __init__(self, links: Links, owner_of: Sequence[int] = (), owners: int = 1) -> None:
         """`owner_of` has the owner of each row's block, of so many; without it all are of owner 0."""
@@ -40,6 +43,8 @@ class Retention:
         self.counts_each, self.counts = zeros(links.root + 1, "i4")
         """Per row 1 if a chain ends there, and 1 for each retained row after it. For reading only."""
         self.counts[links.root] = 1
+        self.users = np.zeros(links.root + 1, np.int64)
+        """Per row the user that alone has used its block, as `SoleUsers` numbers them, or `NOBODY`."""
         self.rows = 0
         """Retained rows. For reading only."""
         self.rows_of = [0] * owners
@@ -48,6 +53,10 @@ class Retention:
     def owner_of(self, row: int) -> int:
         """Owner of the row's block."""
         return self._owner_of[row] if self._owner_of else 0
+
+    def inserted(self, rows: slice | RowArray) -> None:
+        """Note new blocks in these rows, of unknown users."""
+        self.users[rows] = NOBODY
 
     def retain(self, row: int, until: float) -> None:
         """Retain the chain up to `row`; the newest one. What is retained longer already stays so."""

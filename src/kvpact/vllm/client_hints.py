@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from kvpact.hints.schema import SupportsHints, parse_hints
+from kvpact.hints.schema import KEY, SupportsHints, is_session_name, parse_hints
 from kvpact.identity.tenants import Tenants
 from kvpact.metrics import Metrics
+from kvpact.vllm.compat.objects import hints_of, session_of
 from kvpact.vllm.request_identity import VllmRequest
 
 
@@ -34,7 +35,9 @@ class ClientHints:
 
     def on_new_request(self, view: VllmRequest, mounted: HasHints | None) -> None:
         """Read the hints of a request that arrives, and give them to the engine's cache, if there is one."""
-        view.hints = parse_hints(view.request.kv_transfer_params)
+        session = session_of(view.request)
+        name = session if isinstance(session, str) and is_session_name(session) else ""
+        view.hints = parse_hints(hints_of(view.request, KEY), name)
         if view.hints is not None and not self._is_allowed(view):
             view.hints.refuse_all("this engine acts on hints of some tenants alone")
         if view.hints is not None and mounted is not None:
@@ -56,7 +59,7 @@ class ClientHints:
 
     def answer(self, view: VllmRequest) -> dict[str, Any] | None:
         """Count the outcomes of a request that has ended; returns them for its answer, None if it brought no hints."""
-        if view.hints is None:
+        if view.hints is None or not view.hints.outcomes:
             return None
         for outcome in view.hints.outcomes.values():
             self._metrics.add("hints", 1, outcome.result)

@@ -77,6 +77,28 @@ def layers_without_hook(vllm_config: Any, names: Iterable[str]) -> list[str]:
 # Requests
 
 
+ENVELOPE_ACTIONS = 16
+"""Most actions of one request's envelope that are read."""
+
+
+def session_of(request: Any) -> object:
+    """Name of a request's session, of whatever form: None without one, and in releases that name none."""
+    return getattr(request, "session_id", None)
+
+
+def hints_of(request: Any, kind: str) -> object:
+    """Hints of a request, or of a request's context, as `kv_transfer_params`: its own if they have the key `kind`, or
+    else those in the payload of the first action of that type in its envelope (`vllm.v1.kv_hints`, since 0.31)."""
+    params = request.kv_transfer_params
+    envelope = getattr(request, "kv_hints", None)
+    if envelope is None or (isinstance(params, dict) and kind in params):
+        return params
+    for action in envelope.actions[:ENVELOPE_ACTIONS]:
+        if action.action_type == kind:
+            return {kind: action.payload}
+    return params
+
+
 def is_tensorized(lora_request: Any) -> bool:
     """True if an adapter's weights are read from elsewhere than its files."""
     return bool(getattr(lora_request, "tensorizer_config_dict", None))

@@ -25,6 +25,7 @@ FORMAT: Final = "1"
 
 COUNTED: Final = frozenset(
     {
+        "hints",
         "io_threads",
         "model_id",
         "prepare_deadline",

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvpact.cache.late_tiers import LateTiers, OpenTiers
 from kvpact.errors import TierError
+from kvpact.hints.schema import KEY, Store, parse_hints
 from kvpact.identity.epochs import Epochs
 from kvpact.identity.keys import BlockKey
 from kvpact.metrics import Metrics
@@ -25,6 +26,7 @@ from kvpact.tiers.backends import BACKEND_OF
 from kvpact.tiers.client import LentSlots, TierClient
 from kvpact.tiers.registry import load_seal
 from kvpact.vllm.base_weights import base_weights
+from kvpact.vllm.compat.objects import hints_of
 from kvpact.vllm.offload.counts import TierStats, metric_definitions
 from kvpact.vllm.offload.settings import engine_of, offload_namespace, refuse_unnameable, tier_settings
 from kvpact.vllm.offload.tier_jobs import TierJobs
@@ -70,6 +72,8 @@ class PactTier(SecondaryTierManager):
         """Requests that vLLM has named and not ended."""
         self._outdated: set[str] = set()
         """Live requests that were there at a reset."""
+        self._unstored: set[str] = set()
+        """Live requests that are not stored, by their clients' hints."""
         self._since: dict[str, float] = {}
         """When a request first asked."""
         self._metrics = Metrics()
@@ -117,11 +121,16 @@ class PactTier(SecondaryTierManager):
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Begin a request (as in the other methods: `SecondaryTierManager`)."""
         self._live.add(req_context.req_id)
+        if self._config.hints == "clients":
+            hints = parse_hints(hints_of(req_context, KEY))
+            if hints is not None and hints.store is Store.NONE:
+                self._unstored.add(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._live.discard(req_context.req_id)
         self._outdated.discard(req_context.req_id)
+        self._unstored.discard(req_context.req_id)
         self._since.pop(req_context.req_id, None)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -146,13 +155,15 @@ class PactTier(SecondaryTierManager):
             self._refuse(job_metadata)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Store no blocks of a request from before a reset, and in a shared tier none that other engines cannot use."""
+        """Store no blocks of a request from before a reset, or whose client wants none stored, and in a shared tier
+        none that other engines cannot use."""
         jobs = self._jobs
         context = job_metadata.req_context
         epoch = self._epochs.current
         if (
             jobs is None
             or context.req_id in self._outdated
+            or context.req_id in self._unstored
             or (jobs.client.shared and epoch.is_drawn and not self._config.share_drawn_epochs)
         ):
             self._refuse(job_metadata)
