@@ -109,7 +109,7 @@ def test_the_page_on_offloading_has_every_setting_of_a_tier_with_its_default() -
     given = {name: json.loads(value) for name, value in shown.items() if value and name in COUNTED}
     plain, told = load_config({}, {}), load_config(given, {})
     assert {name: getattr(told, name) for name in given} == {name: getattr(plain, name) for name in given}
-    assert len(given) == 6
+    assert len(given) == 7
 
 
 def test_the_page_on_offloading_names_every_metric_of_a_tier() -> None:

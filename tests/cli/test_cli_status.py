@@ -405,5 +405,6 @@ def test_why_has_the_outcome_of_each_hint() -> None:
     told = kvpact("why", "cmpl-hinted").stdout
     assert "saved              0 blocks" in told
     assert "hint               store: accepted\n" in told
-    assert "hint               colour\\x1b: rejected: this release knows store, retain\n" in told
+    assert "hint               colour\\x1b: rejected: this release knows store, retain,\n" in told
+    assert "                   session, expect_in, release\n" in told
     answering.close()
