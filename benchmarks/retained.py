@@ -203,8 +203,9 @@ class Trace:
         """Percent of these turns' blocks that were hit."""
         return round(100 * sum(found[number] for number in numbers) / max(1, self.blocks(numbers)), 2)
 
-    def longest_pauses(self) -> tuple[set[int], dict[int, float]]:
-        """Turns after the longest pauses; and those before them, which ask `retain`, with the seconds of that."""
+    def longest_pauses(self, least: float = LEAST_SECONDS) -> tuple[set[int], dict[int, float]]:
+        """Turns after the longest pauses, of `least` seconds or more; and those before them, which ask `retain`, with
+        the seconds of that."""
         times = np.array([turn.at for turn in self.turns])
         taken = np.zeros(len(times), np.int64)
         chosen: dict[int, float] = {}
@@ -213,7 +214,7 @@ class Trace:
             before = self.turns[number].before
             until = int(np.searchsorted(times, times[number] + MARGIN_SECONDS, "right"))
             wanted = taken[before:until] + self.blocks([before])
-            if LEAST_SECONDS <= pause < MOST_SECONDS - MARGIN_SECONDS and wanted.max() <= self.memory // SHARE:
+            if least <= pause < MOST_SECONDS - MARGIN_SECONDS and wanted.max() <= self.memory // SHARE:
                 taken[before:until] = wanted
                 chosen[before] = float(pause) + MARGIN_SECONDS
         return {number for number, turn in enumerate(self.turns) if turn.before in chosen}, chosen

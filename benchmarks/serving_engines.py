@@ -173,6 +173,25 @@ def serve_command(settings: EngineSettings, template: Path) -> list[str]:
     return words
 
 
+def started(settings: EngineSettings, room: int, folder: Path, *options: str) -> Server:
+    """A server that has answered, with so many bytes of KV memory beside what runs."""
+    settings = replace(
+        settings, arguments={**settings.arguments, "kv_cache_memory_bytes": room + e2e_engines.GIB // 16}
+    )
+    template = folder / "chat.jinja"
+    template.write_text(CHAT)
+    command = [*serve_command(settings, template), *options]
+    server = Server(command, folder / "log", settings.process_environment(), MODEL)
+    try:
+        server.wait_ready()
+        for length in (300, 300, 20):
+            server.ask(range(20, 20 + length), 2)
+    except BaseException:
+        server.kill()
+        raise
+    return server
+
+
 class Comparison:
     """All rounds of a run."""
 
@@ -208,16 +227,7 @@ class Comparison:
             raise RuntimeError("memory is free for no engine: ask for less")
         settings = subject.configure(self._run, stack, folder)
         room = self._run.all_bytes if subject is ENOUGH else self._run.longest_bytes
-        settings = replace(
-            settings, arguments={**settings.arguments, "kv_cache_memory_bytes": room + e2e_engines.GIB // 16}
-        )
-        template = folder / "chat.jinja"
-        template.write_text(CHAT)
-        command = serve_command(settings, template)
-        server = stack.enter_context(Server(command, folder / "log", settings.process_environment(), MODEL))
-        server.wait_ready()
-        for length in (300, 300, 20):
-            server.ask(range(20, 20 + length), 2)
+        server = stack.enter_context(started(settings, room, folder))
         before = server.metrics()
         load = self._client(f"http://127.0.0.1:{server.port}", self._run.model, folder)
         at_end = held(at_rest(server, folder / "stats.json"), folder, self._run, self._block_bytes)
@@ -290,7 +300,7 @@ def compare(
     chunked = LMCache("lmcache_driven", ("--chunk-size", CHUNK_BLOCKS * sizes.block))
     subjects = [replace(one, configure=chunked) if one.peer == "lmcache" else one for one in subjects]
     with tempfile.TemporaryDirectory(prefix="kvpact-serving-") as folder:
-        comparison = Comparison(*_run(Path(folder), sizes, python), subjects, client)
+        comparison = Comparison(*run_of(Path(folder), sizes, python), subjects, client)
         comparison.play(rounds)
     for what, found in comparison.rounds.items():
         if found:
@@ -301,7 +311,7 @@ def compare(
         yield {"what": peer, "state": "not there", "note": e2e_engines.WAYS_TO_GET[peer]}
 
 
-def _run(folder: Path, sizes: Sizes, python: str) -> tuple[Run, int]:
+def run_of(folder: Path, sizes: Sizes, python: str) -> tuple[Run, int]:
     """What all servers share, and the bytes of a block; small KV memory is for a quarter of all tokens."""
     dtype = Plan.for_this_machine().dtype
     shape = WIDE if dtype == "bfloat16" else NARROW

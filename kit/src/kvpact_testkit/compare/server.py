@@ -108,14 +108,17 @@ class Server:
         *,
         on_token: Callable[[float], bool] = lambda at: True,
         timeout: float = ANSWER_SECONDS,
+        fields: Mapping[str, object] | None = None,
     ) -> Answer:
         """Complete `prompt` (token ids) greedily, to exactly `max_tokens`. Raises ServerError.
 
-        `on_token` is called with `time.monotonic()` at each token; as soon as it returns False, the client hangs up.
+        `fields` are further ones of the request. `on_token` is called with `time.monotonic()` at each token; as soon as
+        it returns False, the client hangs up.
         """
         asked = {
             "model": self._model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True},
+            **(fields or {}),
         }  # fmt: skip
         tokens: list[int] = []
         times: list[float] = []
