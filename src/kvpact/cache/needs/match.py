@@ -160,9 +160,8 @@ class Needs:
 
     def up_to(self, rows: int) -> Needs:
         """The needs of matches of at most so many rows, where longer ones have other loose blocks."""
-        if not self.of.groups.sides:
-            return self
-        return Needs(self.of, self.keys[:rows], self.start, self.known, owner=self.owner)
+        has_loose = bool(self.of.groups.sides)
+        return Needs(self.of, self.keys[:rows], self.start, self.known, owner=self.owner) if has_loose else self
 
     def worth_asking(self, memory: Has, tiers: Callable[[bool], Sequence[Has]], rows: int) -> Sequence[BlockKey]:
         """Keys of loose blocks that neither memory nor a tier has for sure, and that make a match within `rows` longer

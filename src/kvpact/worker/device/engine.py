@@ -32,7 +32,7 @@ STEP_ENTRIES: Final = 4096
 """Most asynchronous copies that a step without decodes gives the device beside its forward pass: 2.5 ms at 0.6 us each.
 Beside decodes the scheduler's half sets the limit (`StepWork.max_copies`)."""
 
-PIECE_ENTRIES: Final = 4 * MAX_BATCH_ENTRIES
+PIECE_ENTRIES: Final = 1 << 14
 """Addresses made at a time, for several calls. With a fourth of it, a load of 262,144 copies takes the thread 1.6 times
 as long; all addresses at once would take fresh memory."""
 
