@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="no engine is installed; `make setup` install
 from kvpact_testkit.compare.server import mapped_in
 from kvpact_testkit.demo.engine import session_members
 
-pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.proof, pytest.mark.timeout(1800)]
 
 SIZES = ("--prompts=20", "--tokens=384", "--turns=1", "--clients=2")
 """11 blocks of 32 tokens of each prompt are asked for again: all but the one with its last token."""
