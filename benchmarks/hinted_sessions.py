@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from benchmarks.e2e import say
 from benchmarks.e2e_engines import Run
-from benchmarks.host_hits import DATA, coding_sessions
+from benchmarks.host_hits import DATA, coding_sessions, named_prompts
 from benchmarks.needs import find_testbeds, require_known, require_vllm
 from benchmarks.retained import MARGIN_SECONDS, Trace, Turn
 from benchmarks.serving_engines import DISK_SHARE, Sizes, at_rest, run_of, started
@@ -116,9 +116,7 @@ def sessions_of(data: Path, sessions: int, requests: int, seconds: float, apart:
 
 
 def _turns(asked: Sequence[Mapping[str, Any]], session: int, begin: float) -> Iterator[tuple[Turn, int]]:
-    names: list[int] = []
-    for one in asked:
-        names = names[: one["keep"]] + [first + at for first, count in one["runs"] for at in range(count)]
+    for one, names in named_prompts(asked):
         turn = Turn(begin + one["t"], 0, session, tuple(names), -1, 0)
         yield turn, max(1, -(-one["out"] // SCALE))
 

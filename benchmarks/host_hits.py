@@ -15,7 +15,7 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
@@ -70,6 +70,14 @@ def coding_sessions(data: Path) -> list[list[dict[str, Any]]]:
     return [*sessions.values()]
 
 
+def named_prompts(asked: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[int]]]:
+    """Each request of a recorded session, with the names of its prompt's blocks."""
+    names: list[int] = []
+    for one in asked:
+        names = names[: one["keep"]] + [first + at for first, count in one["runs"] for at in range(count)]
+        yield one, names
+
+
 def coding_prompts(data: Path, requests: int, at_once: int) -> Iterator[Prompt]:
     """The first requests of coding sessions, so many sessions at once, by time; where one ends the next begins."""
     waiting = enumerate(coding_sessions(data))
@@ -90,10 +98,8 @@ def coding_prompts(data: Path, requests: int, at_once: int) -> Iterator[Prompt]:
 
 
 def _session(number: int, asked: Iterable[dict[str, Any]]) -> Iterator[tuple[float, Sequence[BlockKey]]]:
-    names: list[int] = []
     keys: list[BlockKey] = []
-    for one in asked:
-        names = names[: one["keep"]] + [first + at for first, count in one["runs"] for at in range(count)]
+    for one, names in named_prompts(asked):
         del keys[min(one["keep"], len(names)) // UNIT :]
         for end in range(UNIT * len(keys) + UNIT, len(names) + 1, UNIT):
             keys.append(key(keys[-1] if keys else ROOT, (number, names[end - UNIT : end])))

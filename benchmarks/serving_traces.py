@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.host_hits import named_prompts
 from benchmarks.needs import require_known
 from benchmarks.serving_engines import MODEL, PEERS, Load, Sizes, compare, python_with, run_client
 
@@ -80,10 +81,8 @@ def weka_cut(lines: Sequence[Request], sessions: int, requests: int, seconds: fl
 
 
 def _session(name: str, asked: Sequence[Request]) -> Request:
-    ids: list[int] = []
     requests = []
-    for one in asked:
-        ids = ids[: one["keep"]] + [first + at for first, count in one["runs"] for at in range(count)]
+    for one, ids in named_prompts(asked):
         lengths = {"in": _scaled(one["in"]), "out": _scaled(one["out"])}
         blocks = ids[WEKA_BLOCK - 1 :: WEKA_BLOCK]
         requests.append({"t": one["t"] / SCALE, "type": "s", "model": MODEL, **lengths, "hash_ids": blocks})
